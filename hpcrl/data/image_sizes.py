@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from hpcrl.data.media import MAX_PIXEL_BYTES, ImageFile
+from hpcrl.data.media import ImageFile
 from hpcrl.data.pictures import size_of
 from hpcrl.data.rows import ChecksRows, Row
 from hpcrl.data.template_forms import shows_images
 from hpcrl.data.templates import FolderTemplate
 from hpcrl.models.vision import Vision
+from hpcrl.spec.media import MAX_PIXEL_BYTES
 
 REMEDY = "raise the limit, lower data.max_pixels, or leave the row out (data.overlong_prompts=drop)"
 

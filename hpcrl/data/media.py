@@ -13,15 +13,13 @@ from hpcrl.data.files import BadRow
 from hpcrl.data.messages import ImagePart, Messages
 from hpcrl.data.pictures import read_picture
 from hpcrl.models.vision import Vision
-from hpcrl.spec.media import IMAGE_MARK, WRITTEN_MARK, Medium
+from hpcrl.spec.media import IMAGE_MARK, MAX_PIXEL_BYTES, WRITTEN_MARK, Medium
 
 NAMES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 BEGINNINGS = (b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff", b"RIFF", b"GIF8", b"BM", b"II*\x00", b"MM\x00*")
 """First bytes of the formats in NAMES."""
 MAX_FILE_BYTES = 64 << 20
 """Limit for the image files of a row."""
-MAX_PIXEL_BYTES = 24 << 20
-"""Limit for the pixels of a row's images, which are sent in one message with it (hpcrl.data.rows.MAX_ROW_BYTES)."""
 MAX_PATH_CHARS = 400
 """Characters of a path in an error."""
 COLUMN_MARK = "\ue002"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
@@ -112,11 +113,27 @@ def image_checks(
 
 
 def most_image_tokens(config: Config, rows: Mapping[Split, RowSet], checks: Mapping[Split, ImageCheck]) -> int | None:
-    """Tokens of a training row's images at most; None if it is not known, as in environments and of generated rows."""
-    train = rows.get("train")
-    if train is None or "train" not in checks or config.envs or any(t.fixed_domain is not None for t in train.tables):
+    """Tokens of a row's images at most; None if it is not known: some rows are not read, an environment shows images,
+    or generated rows, which are not all read and resemble the first, have images."""
+    if "train" not in rows or not rows.keys() <= checks.keys() or any(kinds for _, kinds in _shown_kinds(config)):
         return None
-    return checks["train"].most_tokens
+    for found in rows.values():
+        start = 0
+        for table in found.tables:
+            if table.fixed_domain is not None and found.row(start).images:
+                return None
+            start += len(table)
+    return max(checks[split].most_tokens for split in rows)
+
+
+def _shown_kinds(config: Config) -> Iterator[tuple[str, frozenset[str]]]:
+    """Names of environments, and the kinds of media that their observations have."""
+    for name, env in config.envs.items():
+        spec = ENVS[env.name]
+        if spec.section is None:
+            continue
+        with contextlib.suppress(ValueError):  # reported where options are checked
+            yield name, spec.shows(read_options(spec.section, env.options))
 
 
 def check_own_variables(config: Config, rows: Mapping[Split, RowSet]) -> Iterator[str]:
@@ -158,15 +175,8 @@ def _further_models(config: Config) -> Iterator[tuple[str, str]]:
 
 def check_shown(config: Config, vision: Vision | None) -> Iterator[Problem]:
     """Environments whose observations have media of a kind that the run's model, or an engine, does not take."""
-    for name, env in config.envs.items():
-        spec = ENVS[env.name]
-        if spec.section is None:
-            continue
-        try:
-            kinds = spec.shows(read_options(spec.section, env.options))
-        except ValueError:  # reported where options are checked
-            continue
-        path = ("env", name, "options")
+    for name, kinds in _shown_kinds(config):
+        path, env = ("env", name, "options"), config.envs[name]
         for kind in kinds:
             for who, remedy in _refusing(config, kind, vision, config.generates, config.learns):
                 text = f"{env.name} shows {kind}s, which {who} does not take; {remedy}let it show text"

@@ -110,7 +110,8 @@ def _begin(arguments: Sequence[str]) -> int:
     said = [f"changed: {', '.join(run.changes)}"] if run.changes else []
     for line in (*said, *described(run.ignored, config.model_dump(mode="json"))):
         logger.info("%s", line)
-    opened = open_run(config.model_dump(mode="json"), config.run_dir, config.resume, plan, run.arguments)
+    given = (config.run_dir, config.resume, plan, run.arguments, shown.image_tokens)
+    opened = open_run(config.model_dump(mode="json"), *given)
     job = None
     if own is not None:
         logger.info(OPENED.format(opened.attempt, *own))

@@ -35,7 +35,7 @@ class ShownRows:
     examples: list[tuple[str, str]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     image_tokens: int | None = None
-    """Tokens of a training row's images at most; None if they were not counted."""
+    """Tokens of a row's images at most; None if they were not counted."""
 
 
 def describe(config: Config, layout: RoleLayout, model: ModelFolder | None, run: RunState, shown: ShownRows) -> str:
@@ -112,7 +112,7 @@ def _images(config: Config, shape: ModelShape, shown: ShownRows) -> str:
     assert tower is not None
     size = sum(parameter.size for parameter in shape.parameters if parameter.name.startswith(PREFIX))
     pixels = tokens * tower.patches * tower.patch_size**2
-    counted = "as counted in data.train" if shown.image_tokens is not None else "assumed (data.max_pixels)"
+    counted = "as counted in the data" if shown.image_tokens is not None else "assumed (data.max_pixels)"
     return f"vision tower of {_count(size)} parameters; at most {tokens} tokens, {pixels:,} pixels a row, {counted}"
 
 

@@ -25,6 +25,7 @@ from hpcrl.launch.resources import check_host_memory
 from hpcrl.launch.stored import check_rollouts
 from hpcrl.launch.vocabulary import check_vocabulary
 from hpcrl.models.shape import CannotPlanError
+from hpcrl.planner.image_memory import with_row_tokens
 from hpcrl.planner.memory import check_sizes
 from hpcrl.planner.served import check_judge_sizes
 from hpcrl.run_folder import CONFIG, RunState, check_run
@@ -63,7 +64,7 @@ def prepare(argv: Sequence[str]) -> tuple[Config, RoleLayout, ModelFolder | None
             config = _check_judge(reading, config)
             config = _check_reward_model(reading, config)
             if not layout_problems:
-                _check_sizes(reading, config, model)
+                _check_sizes(reading, config, model, seen.image_tokens)
         run = _check_run(reading, config)
         if run is not None and run.kind != "finished" and not config.dry_run and not reading.unread:
             config = config.model_copy(update={"run_dir": str(run.run_dir)})
@@ -258,10 +259,12 @@ def _look_into(
     return path, found, [Problem((section, "path"), line.replace("model.path", f"{section}.path")) for line in lines]
 
 
-def _check_sizes(reading: LoadedConfig, config: Config, model: ModelFolder | None) -> None:
-    """Conflicts between the model's sizes and the layout; none for an unknown family, which the plan reports."""
+def _check_sizes(reading: LoadedConfig, config: Config, model: ModelFolder | None, image_tokens: int | None) -> None:
+    """Conflicts between the model's sizes and the layout; none for an unknown family, which the plan reports.
+    `image_tokens` are a row's at most, None if they were not counted."""
     with contextlib.suppress(CannotPlanError):
-        layout, shape = RoleLayout.from_config(config), plan_shape(config, model)
+        layout = RoleLayout.from_config(config)
+        shape = with_row_tokens(plan_shape(config, model), image_tokens)
         problems = check_sizes(config, layout, shape)
         reading.add(problems)
         if not problems and not config.dry_run and config.pipeline_spec.learns:

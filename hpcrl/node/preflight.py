@@ -40,7 +40,7 @@ from hpcrl.node.devices import visible_gpus
 from hpcrl.node.gpus import AskedToStopError, GpuNeeds, look
 from hpcrl.node.host_memory import memory_limit
 from hpcrl.planner.memory import host_bytes, planned_kinds
-from hpcrl.run_folder import CONFIG, stored_config
+from hpcrl.run_folder import CONFIG, counted_image_tokens, stored_config
 from hpcrl.spec.extras import install, version_of
 from hpcrl.spec.tables import ROLES
 from hpcrl.system import log
@@ -215,7 +215,7 @@ def _rendezvous(
             return Judgement(ExitCode.DEADLINE, f"{text} {run_dir} is not on a file system that all nodes share")
         # This node may have read an older file from its network file system's cache.
         same = _await(lambda: _hash(run_dir) == canary.config or None, min(CACHED_S, start_s / 2), signals)
-        needs = needs_of(stored_config(run_dir)) if same else [NOTHING] * num_nodes
+        needs = needs_of(stored_config(run_dir), counted_image_tokens(run_dir)) if same else [NOTHING] * num_nodes
         if num_nodes != len(needs):
             text = f"the step runs on {num_nodes} node(s), the layout places its ranks on {len(needs)}"
             return Judgement(ExitCode.BAD_INPUT, text if node == 0 else "")
@@ -238,12 +238,13 @@ def _hash(run_dir: Path) -> str:
     return ""
 
 
-def needs_of(config: Config) -> list[Needs]:
-    """Requirements of each node of a run, in the order of nodes."""
+def needs_of(config: Config, image_tokens: int | None = None) -> list[Needs]:
+    """Requirements of each node of a run, in the order of nodes. `image_tokens` are a row's at most, None if they were
+    not counted."""
     layout = RoleLayout.from_config(config)
     cuda = config.cluster.device == "cuda"
     auto, with_model = config.cluster.device == "auto", layout.ranks_with_model
-    kinds = planned_kinds(config, layout)
+    kinds = planned_kinds(config, layout, image_tokens)
     modules = {module: extra for _, _, spec in chosen(config) for module, extra in spec.needs.items()}
     on_gpu = {module: way for _, _, spec in chosen(config) for module, way in spec.needs_on_gpu.items()}
     tested = {module: versions for _, _, spec in chosen(config) for module, versions in spec.tested_versions.items()}
@@ -575,7 +576,7 @@ def main(argv: Sequence[str]) -> int:
     config = stored_config(run_dir)
     place = find_place(os.environ, RoleLayout.from_config(config).world_size)
     if place.launcher != "slurm":
-        needs = needs_of(config)[:1]
+        needs = needs_of(config, counted_image_tokens(run_dir))[:1]
         reports = [examine(0, needs[0], run_dir)]
         message = judge(reports, needs)
         judgement = Judgement(ExitCode.BAD_INPUT if message else ExitCode.DONE, message)

@@ -16,9 +16,12 @@ from hpcrl.models.families import largest_image
 from hpcrl.models.shape import ModelShape
 from hpcrl.models.tower import Tower
 from hpcrl.planner.memory_parts import Part, samples_of_a_step
+from hpcrl.spec.media import MAX_PIXEL_BYTES
 
 FP32 = 4
 INDEX = 8
+LEARNERS: tuple[RoleName, ...] = ("trainer", "reference", "critic")
+"""Roles whose ranks get batches."""
 
 
 def image_tokens_of_row(config: Config, tower: Tower | None) -> int:
@@ -114,13 +117,16 @@ def _block(tower: Tower, num_bytes: int) -> int:
 
 
 def pixel_parts(config: Config, layout: RoleLayout, shape: ModelShape, role: RoleName) -> Iterator[Part]:
-    """Host memory of a trainer or generator rank for the pixels of a step's images. Rows of a prompt share its pixels;
-    an environment's observations differ. Trainers hold them twice while a batch is assembled."""
+    """Host memory of a rank for the pixels of a step's images, in one of its roles. Rows of a prompt share its pixels;
+    an environment's observations differ. Ranks with a training engine hold them twice while a batch is assembled;
+    roles with equal ranks have one batch."""
     row, samples = _row_pixels(config, shape), samples_of_a_step(config)
     different = samples if config.envs or not config.learns_from_rewards else config.rollout.num_prompts
-    if role == "trainer" and config.learns:
-        rows = -(-samples // len(layout.division("trainer").groups))
-        yield Part("trainer", "pixels", 2 * min(rows, different) * row, on_host=True)
+    if role in LEARNERS and config.learns:
+        before = LEARNERS[: LEARNERS.index(role)]
+        if all(layout.ranks[other] != layout.ranks[role] for other in before):
+            rows = -(-samples // len(layout.division(role).groups))
+            yield Part(role, "pixels", 2 * min(rows, different) * row, on_host=True)
     if role == "generator" and layout.replicas:
         rows = -(-samples // len(layout.replicas))
         yield Part("generator", "pixels", min(rows, different) * row, on_host=True)
@@ -135,5 +141,7 @@ def controller_pixels(config: Config, shape: ModelShape) -> int:
 
 
 def _row_pixels(config: Config, shape: ModelShape) -> int:
+    """Bytes of a row's pixels; prompts and observations with more than MAX_PIXEL_BYTES are refused."""
     tokens = image_tokens_of_row(config, shape.tower)
-    return tokens * shape.tower.pixel_bytes if shape.tower is not None else 0
+    pixels = tokens * shape.tower.pixel_bytes if shape.tower is not None else 0
+    return min(pixels, config.max_turns * MAX_PIXEL_BYTES)

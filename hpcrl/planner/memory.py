@@ -262,13 +262,14 @@ def host_bytes(kinds: Sequence[RankMemory], ranks: Sequence[int]) -> int:
     return controller + sum(needs.get(rank, PROGRAM_BYTES) for rank in ranks)
 
 
-def planned_kinds(config: Config, layout: RoleLayout) -> list[RankMemory]:
-    """The memory of every kind of rank that holds a model; empty if it cannot be planned or no rank holds one."""
+def planned_kinds(config: Config, layout: RoleLayout, image_tokens: int | None = None) -> list[RankMemory]:
+    """The memory of every kind of rank that holds a model; empty if it cannot be planned or no rank holds one.
+    `image_tokens` are a row's at most, None if they were not counted."""
     with contextlib.suppress(CannotPlanError, OSError, ValueError):
         if config.debug != "fake" and config.pipeline_spec.learns:
             path = config.model.path
             found = json.loads((Path(path) / "config.json").read_text()) if path else config.model.tiny.hf_config()
-            return memory(config, layout, read_shape(found))
+            return memory(config, layout, with_row_tokens(read_shape(found), image_tokens))
     return []
 
 

@@ -14,6 +14,7 @@ from hpcrl.config import Config, Problem
 from hpcrl.models.families import shape_of
 from hpcrl.models.shape import CannotPlanError, ModelShape, Parameter
 from hpcrl.planner.activations import Tokens, forward_only, logits_bytes
+from hpcrl.planner.image_memory import with_row_tokens
 from hpcrl.planner.memory_parts import BYTES, PHASES, Change, Part, Phase, PlanRow, samples_of_a_step
 from hpcrl.planner.traffic import Sent, StepWork
 from hpcrl.spec.table import load
@@ -65,10 +66,16 @@ def trainer_parts(config: Config, shape: ModelShape, num_ranks: int) -> list[Par
     return train_plan(config).trainer_parts(config, shape, num_ranks)
 
 
+def _with_rows_of(policy: ModelShape, folder: str, key: str) -> ModelShape:
+    """The shape of another model that gets the policy's rows."""
+    tokens = policy.tower.row_tokens if policy.tower is not None else 0
+    return with_row_tokens(shape_of(folder, key), tokens)
+
+
 def reference_shape(config: Config, policy: ModelShape) -> ModelShape:
     """The reference's parameters. `policy` is the policy model's shape. CannotPlanError if reference.path cannot be
     read."""
-    return policy if config.reference.path is None else shape_of(config.reference.path, "reference.path")
+    return policy if config.reference.path is None else _with_rows_of(policy, config.reference.path, "reference.path")
 
 
 def reference_parts(config: Config, shape: ModelShape, num_ranks: int) -> list[Part]:
@@ -116,7 +123,7 @@ PHASE_OF: dict[Phase, Phase] = {"train": "critic", "update": "critic_update"}
 
 def critic_shape(config: Config, policy: ModelShape) -> ModelShape:
     """The critic's parameters. `policy` is the policy model's shape. CannotPlanError if critic.path cannot be read."""
-    shape = policy if config.critic.path is None else shape_of(config.critic.path, "critic.path")
+    shape = policy if config.critic.path is None else _with_rows_of(policy, config.critic.path, "critic.path")
     body = tuple(p for p in shape.parameters if not p.name.startswith("lm_head."))
     head = (Parameter("score.weight", (1, shape.hidden_size), "whole"), Parameter("score.bias", (1,), "whole"))
     return replace(shape, parameters=(*body, *head))

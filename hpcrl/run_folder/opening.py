@@ -72,14 +72,15 @@ def open_run(
     resume: str,
     plan: str = "",
     arguments: Sequence[str] | None = None,
+    image_tokens: int | None = None,
 ) -> RunState:
     """Create or reopen the run folder and own it until close_run or the end of this process (cluster=slurm: of the
     job).
 
     A finished run is returned without taking ownership; otherwise config.yaml (with the arguments that made it, if
-    known), facts.json and, if `plan` is given, plan.txt then describe this attempt. Use the returned run_dir:
-    `resume=fresh` gives `NAME-2`, `NAME-3`, ... if NAME exists. ConfigError as in check_run, also if another launch was
-    faster.
+    known), facts.json (with image_tokens, a row's at most, if they were counted) and, if `plan` is given, plan.txt then
+    describe this attempt. Use the returned run_dir: `resume=fresh` gives `NAME-2`, `NAME-3`, ... if NAME exists.
+    ConfigError as in check_run, also if another launch was faster.
     """
     while True:
         found = check_run(config, run_dir, resume)
@@ -89,7 +90,7 @@ def open_run(
         try:
             lasts = config.get("cluster", {}).get("name", "local") == "local"
             if claim(opened.run_dir, opened.attempt, lasts):
-                _describe(config, opened, plan, arguments)
+                _describe(config, opened, plan, arguments, image_tokens)
                 return opened
         except OSError as error:
             raise ConfigError([f"run folder {found.run_dir} cannot be written: {error}"]) from error
@@ -133,12 +134,15 @@ def _fresh_name(folder: Path) -> Path:
     return free
 
 
-def _describe(config: Mapping[str, Any], run: RunState, plan: str, arguments: Sequence[str] | None) -> None:
+def _describe(
+    config: Mapping[str, Any], run: RunState, plan: str, arguments: Sequence[str] | None, image_tokens: int | None
+) -> None:
     """Update config.yaml, facts.json and plan.txt for the attempt that begins."""
     folder = run.run_dir
     attempts = read_attempts(folder)
     own = {"attempt": run.attempt, "kind": run.kind, "changes": run.changes, "models": models_of(config)}
-    attempts.append(own | machine_facts())
+    counted = {} if image_tokens is None else {"image_tokens": image_tokens}
+    attempts.append(own | counted | machine_facts())
     write_durably(folder / FACTS, json.dumps({"attempts": attempts}, indent=1).encode())
     if plan:
         write_durably(folder / PLAN, plan.encode())

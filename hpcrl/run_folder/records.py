@@ -87,6 +87,17 @@ def read_attempts(folder: Path) -> list[dict[str, Any]]:
     return read_record(folder / FACTS, attempts=list).get("attempts", [])
 
 
+def counted_image_tokens(folder: Path) -> int | None:
+    """Tokens of a row's images at most, as the newest attempt's launch counted them; None if it did not, or facts.json
+    is damaged."""
+    try:
+        attempts = read_attempts(folder)
+    except ConfigError:
+        return None
+    found = attempts[-1].get("image_tokens") if attempts else None
+    return found if isinstance(found, int) else None
+
+
 def last_end(run_dir: Path) -> dict[str, Any]:
     """What close_run recorded about the newest attempt; empty if it was not closed."""
     attempt = newest_attempt(run_dir)

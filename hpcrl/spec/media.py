@@ -19,6 +19,8 @@ IMAGE_MARK = "\ue001"
 """Stands in a message's content where an image is; of the private use area, and removed from all other texts."""
 WRITTEN_MARK = "<image>"
 """The place of an image in a text of published data sets (verl, ROLL, ShareGPT), and in texts that leave hpcrl."""
+MAX_PIXEL_BYTES = 24 << 20
+"""Limit for the pixels of a row's images, which are sent in one message with it (hpcrl.data.rows.MAX_ROW_BYTES)."""
 DIGEST_WORDS = 4
 IMAGES = Field(
     "images",

@@ -19,7 +19,6 @@ from PIL import Image
 from hpcrl.config import EnvConfig
 from hpcrl.data.env_sources import given_start
 from hpcrl.data.image_tokens import bound_vision
-from hpcrl.data.media import MAX_PIXEL_BYTES
 from hpcrl.data.messages import Messages
 from hpcrl.data.template_forms import chat_template
 from hpcrl.envs.environment import UNREAD_KEYS, Env, begin, checked_reset, checked_step, cut, image_bytes, num_chars
@@ -38,7 +37,7 @@ from hpcrl.messaging.queues import ReaderLost
 from hpcrl.rewards.grading.extract import after_thinking
 from hpcrl.rewards.serving.guarded import RAISED, describe, sendable
 from hpcrl.rollout.types import FinishReason, episode_seed, is_validation, split_sample_id
-from hpcrl.spec.media import IMAGE_MARK, WRITTEN_MARK, by_picture
+from hpcrl.spec.media import IMAGE_MARK, MAX_PIXEL_BYTES, WRITTEN_MARK, by_picture
 from hpcrl.spec.trajectory import MAX_REWARD
 from hpcrl.system.clock import AwakeClock
 from hpcrl.workers.dialogue import (

@@ -16,14 +16,14 @@ from hpcrl.config import Config, DataConfig, ModelConfig, TinyModel, parse
 from hpcrl.controller.generation import training_sampling
 from hpcrl.data import PromptSource, read_splits
 from hpcrl.data.image_tokens import bound_vision
-from hpcrl.data.media import COLUMN_MARK, MAX_FILE_BYTES, MAX_PIXEL_BYTES, read_images
+from hpcrl.data.media import COLUMN_MARK, MAX_FILE_BYTES, read_images
 from hpcrl.data.messages import IMAGE_MARK
 from hpcrl.data.rows import Row, RowSet
 from hpcrl.launch.data_summary import check_media
 from hpcrl.models.families import SEEING
 from hpcrl.rollout.admission import PAYLOAD_BYTES, admissions
 from hpcrl.rollout.types import Prompt, PromptOutcome, make_sample_id
-from hpcrl.spec.media import IMAGE, Medium
+from hpcrl.spec.media import IMAGE, MAX_PIXEL_BYTES, Medium
 from tests.vlm import PAD, png, seeing_tokenizer
 
 FIRST, SECOND, THIRD = (png(grey) for grey in (10, 20, 30))

@@ -88,7 +88,7 @@ def test_rows_with_images_are_trained_on(recipe: str, tmp_path: Path) -> None:
     assert len(found) == 8 and all(len(row) == 1 for row in found)
     assert all(width * height <= 3136 for row in found for width, height in row), "data.max_pixels"
     plan = (tmp_path / "run" / "plan.txt").read_text()
-    counted = re.search(r"at most (\d) tokens, ([\d,]+) pixels a row, as counted in data.train", plan)
+    counted = re.search(r"at most (\d) tokens, ([\d,]+) pixels a row, as counted in the data", plan)
     assert counted is not None, plan
     assert int(counted[2].replace(",", "")) == max(w * h for row in found for w, h in row) == int(counted[1]) * 784
 

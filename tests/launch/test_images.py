@@ -10,17 +10,25 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from hpcrl.config import TinyModel
+from hpcrl.cluster.layout import RoleLayout
+from hpcrl.config import Config, Problem, TinyModel, load, parse
 from hpcrl.data.templates import CHATML
 from hpcrl.engines.gen.native.unsupported import unsupported
 from hpcrl.engines.tiny import make_tiny_model
 from hpcrl.launch.__main__ import main
 from hpcrl.launch.model_folder import inspect_model
+from hpcrl.launch.prepare import prepare
+from hpcrl.models.families import read_shape
 from hpcrl.models.rope import rope_types
+from hpcrl.models.shape import ModelShape
+from hpcrl.planner.image_memory import controller_pixels, with_row_tokens
+from hpcrl.planner.trainer import critic_shape, reference_shape
+from hpcrl.spec.media import MAX_PIXEL_BYTES
 from hpcrl.system.exit_codes import ExitCode
 
 SEEING = "model.tiny.architecture=qwen2_5_vl"
 """Its images have at most 64 tokens of 28 x 28 pixels."""
+SHOWING = "+env.default={name: sokoban, options: {show: image}}"
 WORDS = ["data.max_prompt_tokens=40", "rollout.max_new_tokens=3", "reward.default.name=exact_match", "run_dir=run"]
 WORDS += ["dry_run=true"]
 
@@ -122,7 +130,7 @@ def test_more_pixels_than_a_message_holds_are_refused(at: Path, capsys: pytest.C
 def test_a_limit_of_pixels_makes_images_fit_and_shows_in_the_plan(at: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """28 x 28 x 10 pixels are ten tokens at most: 9 of the square image, 2 of the tall one; 6 lie sideways."""
     assert start(at, row("large.png", "tall.png"), words=(SEEING, "data.max_pixels=7840")) == ExitCode.DONE
-    assert "at most 11 tokens, 8,624 pixels a row, as counted in data.train" in capsys.readouterr().out
+    assert "at most 11 tokens, 8,624 pixels a row, as counted in the data" in capsys.readouterr().out
     assert start(at, row("sideways.jpg"), row("tall.png")) == ExitCode.DONE
     assert "at most 6 tokens" in capsys.readouterr().out
     assert start(at, row("tall.png"), words=(SEEING, "data.max_pixels=700")) == ExitCode.BAD_INPUT
@@ -132,7 +140,60 @@ def test_a_limit_of_pixels_makes_images_fit_and_shows_in_the_plan(at: Path, caps
 
 def test_a_model_that_takes_images_needs_none(at: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert start(at, row()) == ExitCode.DONE
-    assert "at most 0 tokens, 0 pixels a row, as counted in data.train" in capsys.readouterr().out
+    assert "at most 0 tokens, 0 pixels a row, as counted in the data" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "rows", "tokens"),
+    [
+        ((), [()], 0),
+        ((), [("tall.png",)], 2),
+        (("data.val=more.jsonl", "eval_every=1"), [()], 3),
+        (("pipeline=agentic", "data.train=env:default", "+env.default={name: sokoban}"), [], 0),
+        (("pipeline=agentic", "data.train=env:default", SHOWING), [], None),
+        (("data.train=task:shapes",), [], None),
+        (("data.train=task:sort_digits",), [], 0),
+    ],
+    ids=["texts", "images", "validation", "text environment", "showing environment", "drawn", "generated texts"],
+)
+def test_sizes_are_checked_with_the_counted_images(
+    words: tuple[str, ...], rows: list[tuple[str, ...]], tokens: int | None, at: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not with an image of maximum size in rows without images."""
+    checked: list[int | None] = []
+
+    def check(config: Config, layout: RoleLayout, shape: ModelShape) -> list[Problem]:
+        assert shape.tower is not None
+        checked.append(shape.tower.row_tokens)
+        return []
+
+    monkeypatch.setattr("hpcrl.launch.prepare.check_host_memory", check)
+    (at / "rows.jsonl").write_text("\n".join(json.dumps(row(*images)) for images in rows))
+    (at / "more.jsonl").write_text(json.dumps(row("small.png", "tall.png")))
+    unread = ("dry_run", "reward") if "pipeline=agentic" in words else ("dry_run",)
+    known = [word for word in WORDS if not word.startswith(unread)]
+    _, _, _, _, shown = prepare(["data.train=rows.jsonl", *known, "data.max_prompt_tokens=500", SEEING, *words])
+    assert checked == [tokens] == [shown.image_tokens]
+
+
+def test_pixels_of_a_row_are_planned_up_to_the_limit_of_a_message() -> None:
+    """20,000 tokens of 28 x 28 pixels, of which a prompt may have 24 MiB."""
+    config = load(["model.path=/nowhere", "data.max_prompt_tokens=20000", "rollout.num_prompts=3"])
+    shape = read_shape(parse({"model": {"tiny": {"architecture": "qwen2_5_vl"}}}).model.tiny.hf_config())
+    assert 20_000 * 28 * 28 * 3 > MAX_PIXEL_BYTES == 24 << 20
+    assert controller_pixels(config, shape) == 3 * (24 << 20)
+    assert controller_pixels(config, with_row_tokens(shape, 10)) == 3 * 10 * 28 * 28 * 3
+
+
+def test_other_models_get_the_policys_rows(tmp_path: Path) -> None:
+    tiny = parse({"model": {"tiny": {"architecture": "qwen2_5_vl"}}}).model.tiny.hf_config()
+    (tmp_path / "config.json").write_text(json.dumps(tiny))
+    critic = load(["algorithm=ppo", f"critic.path={tmp_path}", "model.path=/nowhere"])
+    reference = load(["algorithm.kl_loss_coef=0.1", f"reference.path={tmp_path}", "model.path=/nowhere"])
+    for tokens in (None, 0, 7):
+        policy = with_row_tokens(read_shape(tiny), tokens)
+        for shape in (reference_shape(reference, policy), critic_shape(critic, policy)):
+            assert shape.tower is not None and shape.tower.row_tokens == tokens
 
 
 def test_a_model_of_texts_is_refused_with_images(at: Path, capsys: pytest.CaptureFixture[str]) -> None:

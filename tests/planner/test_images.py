@@ -184,6 +184,27 @@ def test_memory_of_images_by_hand() -> None:
     assert with_controller - without >= 16 * row
 
 
+@pytest.mark.parametrize("apart", [True, False], ids=["own ranks", "trainer ranks"])
+def test_references_and_critics_get_the_same_pixels(apart: bool) -> None:
+    """64 rows of 16 prompts: 16 for each of four trainer ranks, and 8 for each of eight others. The same ranks have one
+    batch."""
+    shape = with_row_tokens(read_shape(PUBLISHED["Qwen2.5-VL-7B"][0]), 512)
+    words = ["algorithm=ppo", "algorithm.kl_loss_coef=0.1", "rollout.num_prompts=16", "rollout.group_size=4"]
+    words += ["layout.trainer.num_ranks=4", "model.path=/nowhere", "data.max_prompt_tokens=2048"]
+    for role in ("reference", "critic"):
+        own = ["colocate_with=null", "num_ranks=8"] if apart else ["colocate_with=trainer"]
+        words += [f"layout.{role}.{key}" for key in own]
+    config = load(words)
+    held = {
+        part.role: part.num_bytes
+        for kind in memory(config, RoleLayout.from_config(config), shape)
+        for part in kind.parts
+        if part.name == "pixels" and part.role != "generator"
+    }
+    row = 512 * 28 * 28 * 3
+    assert held == {"trainer": 2 * 16 * row} | ({"reference": 2 * 8 * row, "critic": 2 * 8 * row} if apart else {})
+
+
 def test_a_generator_keeps_features_of_images_up_to_its_limit() -> None:
     shape = with_row_tokens(read_shape(PUBLISHED["Qwen3-VL-8B"][0]), 512)
     of_token = 4 * 4096 * 2  # the decoder's input and three further layers

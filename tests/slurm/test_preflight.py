@@ -38,7 +38,16 @@ from hpcrl.node.preflight import (
     read_reports,
     remark,
 )
-from hpcrl.run_folder import CONFIG, OUTCOME, close_run, open_run, stored_config, world_folder
+from hpcrl.run_folder import (
+    CONFIG,
+    FACTS,
+    OUTCOME,
+    close_run,
+    counted_image_tokens,
+    open_run,
+    stored_config,
+    world_folder,
+)
 from hpcrl.system import files
 from hpcrl.system.exit_codes import ExitCode
 from hpcrl.system.files import find_room, no_room_for
@@ -444,6 +453,19 @@ def test_a_damaged_engine_installation_is_named(tmp_path: Path, monkeypatch: pyt
 def test_each_rank_with_a_model_requires_a_gpu(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", "cluster.device=cuda")
     assert [need.gpus for need in needs_of(stored_config(run))] == [1, 2, 0], "a trainer; two generators; rewards"
+
+
+def test_nodes_need_memory_for_the_images_that_the_launch_counted(tmp_path: Path) -> None:
+    """A prompt may have 64 tokens of images, each of 28 x 28 pixels; the controller holds 16 prompts. Here none has."""
+    words = ("model.tiny.architecture=qwen2_5_vl", "data.max_prompt_tokens=64", "rollout.num_prompts=16")
+    run = make_run(tmp_path / "run", *words)
+    assert counted_image_tokens(run) is None and counted_image_tokens(tmp_path) is None
+    close_run(run, open_run(stored_config(run).model_dump(mode="json"), run, "auto", image_tokens=0).attempt)
+    assert counted_image_tokens(run) == 0
+    assumed, counted = (needs_of(stored_config(run), tokens)[0].memory_bytes for tokens in (None, 0))
+    assert assumed - counted >= 16 * 64 * 28 * 28 * 3
+    (run / FACTS).write_text("[")
+    assert counted_image_tokens(run) is None
 
 
 def test_the_limit_of_open_files_follows_from_connected_ranks(tmp_path: Path) -> None:
