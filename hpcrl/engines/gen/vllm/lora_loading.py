@@ -30,6 +30,7 @@ def arguments(lora: LoRAConfig, model_path: Path) -> dict[str, Any]:
     targets = {adapted(p.name).split(".")[-2] for p in adapters(lora, shape)}
     return {
         "enable_lora": True,
+        "enable_tower_connector_lora": bool({"vision", "merger"}.intersection(lora.parts)),
         "max_loras": 1,
         "max_cpu_loras": 1,
         "max_lora_rank": next(size for size in sizes if size >= lora.rank),
