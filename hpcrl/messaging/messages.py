@@ -161,8 +161,8 @@ class ReadTexts(Message):
 
 
 class ReadLastObservation(Message):
-    """Answer with the environment's observation after the last turn of validation samples, as JSON messages; an empty
-    text for each sample that another rank holds."""
+    """Answer with the environment's observation after the last turn of validation samples, as JSON messages, and its
+    first pictures in a size for pages; an empty text for each sample that another rank holds."""
 
     samples: list[int]
 
