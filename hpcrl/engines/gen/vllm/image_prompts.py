@@ -12,7 +12,7 @@ import torch
 
 from hpcrl.engines.gen.generation_engine import Request
 from hpcrl.engines.patches import make_patches
-from hpcrl.models.families import VLLM_SEEING, vision_of
+from hpcrl.models.families import VLLM_SEEING, read_vision_of
 from hpcrl.models.vision import Vision
 from hpcrl.spec.media import Medium
 
@@ -35,7 +35,7 @@ def arguments(max_pixels: int | None) -> dict[str, Any]:
 
 def image_properties(model_path: Path) -> Vision | None:
     """The image properties of a model whose images hpcrl gives to vLLM; None for all other models."""
-    vision = vision_of(model_path)
+    vision = read_vision_of(model_path)
     if vision is None:
         return None
     config = json.loads((model_path / "config.json").read_text())
