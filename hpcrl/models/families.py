@@ -55,9 +55,10 @@ PLANNED = tuple(name for name, family in FAMILIES.items() if family.decoder is n
 NATIVE = tuple(name for name, family in FAMILIES.items() if family.native)
 MEGATRON = tuple(name for name, family in FAMILIES.items() if family.megatron is not None)
 VLLM_SEEING = tuple(name for name, family in FAMILIES.items() if family.vllm_images)
+SGLANG_SEEING = tuple(name for name, family in FAMILIES.items() if family.sglang_images)
 SEEING = tuple(name for name, family in FAMILIES.items() if family.vision is not None)
 """Each a tuple of model_type values: parameters are known; the native generator runs them; Megatron trains them; vLLM
-gets images for them; images are understood."""
+gets images for them; SGLang does; images are understood."""
 PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 """Files of a model folder that hold the image processor's values; the second in its key image_processor."""
 

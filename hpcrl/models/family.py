@@ -54,6 +54,8 @@ class Family:
     reads weights (hpcrl.engines.train.fsdp2.trial)."""
     vllm_images: bool = False
     """Whether vLLM gets images for its models from hpcrl (hpcrl.engines.gen.vllm.image_prompts)."""
+    sglang_images: bool = False
+    """Whether SGLang gets images for its models from hpcrl (hpcrl.engines.gen.sglang.images)."""
     vision: Callable[[Mapping[str, Any], Mapping[str, Any]], Vision | None] | None = None
     """Called with config.json and the image processor's values; ValueError for unusable ones, None for a model without
     a tower. None if no model of the family takes images, or if hpcrl does not know how they see them."""

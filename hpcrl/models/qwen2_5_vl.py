@@ -93,4 +93,5 @@ FAMILY = Family(
     renamed_in_files=True,
     vision=read_vision,
     vllm_images=True,
+    sglang_images=True,
 )

@@ -73,6 +73,7 @@ FAMILY = Family(
     read=read_shape,
     vision=read_vision,
     vllm_images=True,
+    sglang_images=True,
 )
 MOE = Family(
     model_types=("qwen3_vl_moe",),
@@ -80,6 +81,7 @@ MOE = Family(
     read=read_shape,
     vision=read_vision,
     vllm_images=True,
+    sglang_images=True,
     renamed_in_files=True,
     transposes_experts=True,
 )

@@ -9,8 +9,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -19,25 +18,21 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from transformers import AutoModelForImageTextToText
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from hpcrl.config import LoRAConfig
-from hpcrl.data.image_tokens import expand
 from hpcrl.engines.gen.checks import check_requests
-from hpcrl.engines.gen.generation_engine import Output, PromptRefused, Request, SamplingParams
+from hpcrl.engines.gen.generation_engine import PromptRefused
 from hpcrl.engines.train.fsdp2.lora import Adapters
 from hpcrl.models.families import read_shape, vision_of
 from hpcrl.models.vision import Vision
 from hpcrl.planner.adapters import adapters
-from hpcrl.spec.media import IMAGE, Medium, placed
-from tests.vlm import PAD, SPECIAL, make_vlm, noise
+from hpcrl.spec.media import IMAGE
+from tests.engines.image_requests import Answer, ask, generated, mixed, model_of, of_transformers, second_turn
+from tests.vlm import PAD, make_vlm, noise
 
 ROOT = Path(__file__).resolve().parents[2]
 FAMILIES = ("qwen2_5_vl", "qwen3_vl tied", "qwen3_vl_moe")
-START, END = 256 + SPECIAL.index("<|vision_start|>"), 256 + SPECIAL.index("<|vision_end|>")
-NEW_TOKENS = 12
 EVERYWHERE = LoRAConfig(rank=8, alpha=16.0, parts=["decoder", "vision", "merger"])
 
 in_vllm = [
@@ -46,17 +41,6 @@ in_vllm = [
     pytest.mark.timeout(300),
     pytest.mark.skipif(not find_spec("vllm"), reason="vllm is not installed (extra: vllm)"),
 ]
-
-
-@dataclass(frozen=True)
-class Answer:
-    """A response, the seeds of the tower's and the decoder's weights, and its first token under these weights."""
-
-    case: str
-    request: Request
-    output: Output
-    weights: tuple[int, int]
-    first: int = 0
 
 
 def make_folder(family: str, folder: Path) -> Path:
@@ -69,49 +53,6 @@ def make_folder(family: str, folder: Path) -> Path:
     if kind.startswith("qwen3"):
         text |= {"head_dim": 32, "norm_topk_prob": True, "moe_intermediate_size": 96}
     return make_vlm(kind, folder, text_config=text, tie_word_embeddings=kind != family)
-
-
-def model_of(folder: Path, seeds: tuple[int, int]) -> Any:
-    """The model of the folder with other weights of tower and decoder."""
-    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
-    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            generator = generators[0 if name.startswith("model.visual.") else 1]
-            parameter.mul_(1 + 0.3 * torch.rand(parameter.shape, generator=generator))
-    return model
-
-
-def ask(number: int, images: Sequence[Medium], text: str, new_tokens: int = NEW_TOKENS) -> Request:
-    ids = [*b"question: ", *[START, PAD, END] * len(images), *text.encode()]
-    token_ids, media = expand(ids, PAD, images)
-    return Request(number, token_ids, SamplingParams(new_tokens, ignore_eos=True), seed=number, media=media)
-
-
-def mixed(vision: Vision, first: int) -> list[Request]:
-    """Requests with 0, 1 and 2 images, two members of a group, and equal token ids with different images. An image has
-    more tokens than a block of the prefix cache."""
-    unit = vision.patch * vision.merge
-    a, b = (noise(6 * unit, 7 * unit, vision, seed) for seed in (1, 2))
-    c = noise(unit, 4 * unit, vision, 3)
-    asked = [([a], "what?"), ([a], "what?"), ([b], "what?"), ([c, a], "two"), ([], "no image")]
-    return [ask(first + i, images, text) for i, (images, text) in enumerate(asked)]
-
-
-def generated(engine: Any, requests: Sequence[Request]) -> list[Output]:
-    engine.add(requests)
-    outputs = {output.id: output for output in engine.step(100)}
-    return [outputs[request.id] for request in requests]
-
-
-def second_turn(vision: Vision, request: Request, output: Output) -> Request:
-    """With another image, after a response in which the model wrote a placeholder."""
-    image = noise(vision.patch * vision.merge * 3, vision.patch * vision.merge * 2, vision, 4)
-    said = [*output.token_ids[:5].tolist(), PAD, *output.token_ids[5:].tolist()]
-    following = ask(0, [image], "then?")
-    before = [*request.prompt_ids, *said]
-    media = (*request.media, *(placed(medium, len(before)) for medium in following.media))
-    return replace(following, id=50, prompt_ids=[*before, *following.prompt_ids], media=media)
 
 
 def answers(folder: Path) -> tuple[list[Answer], list[int]]:
@@ -214,30 +155,6 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     return folder
-
-
-def of_transformers(folder: Path, model: Any, answer: Answer) -> np.ndarray:
-    """Log-probs of the response by transformers' model with its own processor. It would also replace a placeholder that
-    the model wrote, which gets another id and its embedding here."""
-    request = answer.request
-    tokens = torch.tensor([[*request.prompt_ids, *answer.output.token_ids.tolist()]])
-    of_images = torch.zeros_like(tokens, dtype=torch.bool)
-    for medium in request.media:
-        of_images[0, medium.start : medium.start + medium.length] = True
-    given: dict[str, Any] = {}
-    if request.media:
-        images = [Image.fromarray(medium.pixels) for medium in request.media]
-        given = dict(Qwen2VLImageProcessorPil.from_pretrained(folder)(images=images, return_tensors="pt"))
-        given["mm_token_type_ids"] = of_images.int()
-    written = (tokens == PAD) & ~of_images
-    embedding = model.get_input_embeddings()
-    hook = embedding.register_forward_hook(
-        lambda module, args, output: torch.where(written[..., None], module.weight[PAD], output)
-    )
-    with torch.no_grad(), hook:
-        logits = model(input_ids=tokens.masked_fill(written, 0), use_cache=False, **given).logits[0, :-1]
-    chosen = logits.log_softmax(-1).gather(1, tokens[0, 1:, None])[len(request.prompt_ids) - 1 :, 0]
-    return chosen.numpy()
 
 
 @pytest.mark.parametrize("family", [pytest.param(family, marks=in_vllm) for family in FAMILIES])

@@ -38,6 +38,13 @@ def _rotated(x: Tensor, bits: int) -> Tensor:
 LIBRARY = torch.library.Library("sgl_kernel", "DEF")
 LIBRARY.define("murmur_hash32_cpu(Tensor seed, Tensor positions, Tensor col_indices) -> Tensor")
 LIBRARY.impl("murmur_hash32_cpu", murmur_hash32_cpu, "CPU")
+for _name in (
+    "fused_sigmoid_mul_cpu",
+    "fused_qk_gemma_rmsnorm_cpu",
+    "fused_qk_gemma_rmsnorm_with_gate_cpu",
+    "fused_qkvzba_split_reshape_cat_contiguous_cpu",
+):
+    LIBRARY.define(f"{_name}(Tensor x) -> Tensor")  # qwen3_5, which the processor of Qwen-VL imports, names it
 
 
 def __getattr__(name: str) -> Callable[..., Any]:

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from hpcrl.engines.gen.generation_engine import Request
-from hpcrl.engines.gen.native.slots import spans_of
 from hpcrl.engines.gen.native.spec import KEPT_IMAGE_TOKENS
 from hpcrl.engines.gen.native.transformer import ImageFeatures
+from hpcrl.engines.gen.request_images import spans_of
 from hpcrl.engines.patches import make_patches
 from hpcrl.models.mrope import positions
 from hpcrl.models.vision import Vision

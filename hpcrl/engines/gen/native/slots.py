@@ -10,9 +10,9 @@ import torch
 
 from hpcrl.engines.gen.generation_engine import Request
 from hpcrl.engines.gen.native.output_buffer import OutputSpan
+from hpcrl.engines.gen.request_images import spans_of
 from hpcrl.engines.gen.sampling import SamplingPlan, stream_origin
-from hpcrl.spec.image_rows import image_rows, image_spans, prefix_keys
-from hpcrl.spec.media import ImageSpan
+from hpcrl.spec.image_rows import prefix_keys
 
 NO_TOKEN = -1
 
@@ -32,11 +32,6 @@ class WaitingRequest:
     def keys(self) -> np.ndarray:
         """int64: numbers that identify its tokens, for the prefix cache: placeholder tokens of images are all equal."""
         return prefix_keys(self.tokens(), spans_of(self.request))
-
-
-def spans_of(request: Request) -> list[ImageSpan]:
-    """The images of a request."""
-    return image_spans(image_rows(request.media))
 
 
 class Slots:

@@ -10,7 +10,7 @@ import os
 import re
 import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,15 +24,18 @@ from hpcrl.config import Config
 from hpcrl.engines.gen.checks import check_requests
 from hpcrl.engines.gen.generation_engine import Output, ReplicaRanks, Request
 from hpcrl.engines.gen.partial_response import PartialResponse
+from hpcrl.engines.gen.request_images import image_properties, spans_of
 from hpcrl.engines.gen.sglang.child import Child
+from hpcrl.engines.gen.sglang.images import file_name
 from hpcrl.engines.gen.sglang.server import Continuation, Made
 from hpcrl.engines.gen.sglang.sizes import SPARE_TOKENS, cache_tokens
 from hpcrl.engines.gen.sglang.spec import MAX_KEPT, TRUNCATED, SGLangConfig, share
 from hpcrl.engines.gen.stops import StopStrings
 from hpcrl.engines.gen.weight_names import WeightNames
-from hpcrl.models.families import read_shape
+from hpcrl.models.families import SGLANG_SEEING, read_shape
 from hpcrl.models.shape import CannotPlanError
 from hpcrl.rollout.types import FinishReason
+from hpcrl.spec.media import IMAGE, ImageSpan
 
 ALONE = ReplicaRanks((0,))
 ALL_MEMORY = frozenset({"weights", "kv_cache", "cuda_graph"})
@@ -87,8 +90,9 @@ def _cache_tokens(config: Config, model_path: Path) -> int | None:
 
 @dataclass(slots=True)
 class _RunningRequest(PartialResponse):
-    """A request that has not ended, with its salt."""
+    """A request that has not ended, with its images and its salt."""
 
+    images: list[ImageSpan] = field(default_factory=list)
     salt: str = ""  # separates its entries in the prefix cache from others; empty before its first token
 
 
@@ -156,6 +160,8 @@ class SGLangEngine:
         self._sleeps, self._asleep = sleeps, frozenset[str]()
         self._max_length, self._vocab_size = max_length, int(config.get("text_config", config)["vocab_size"])
         self._names = WeightNames.of(Path(model_path))
+        self._vision = image_properties(Path(model_path), SGLANG_SEEING)
+        self._sent: set[bytes] = set()  # the digests of the images that SGLang's process holds
         self._stops = StopStrings(tokenizer, self._vocab_size) if tokenizer is not None else None
         self._growing: dict[int, _RunningRequest] = {}
         self._num_added = 0
@@ -168,12 +174,14 @@ class SGLangEngine:
             max_length=self._max_length,
             vocab_size=self._vocab_size,
             has_tokenizer=self._stops is not None,
+            media=(IMAGE,) if self._vision is not None else (),
+            vision=self._vision,
         )
         for request in requests:
             if request.params.truncates and (request.params.min_p or not 2 <= self._top_k(request) <= MAX_KEPT):
                 raise ValueError(f"request {request.id}: {TRUNCATED}, and not with top_k 1 or min_p")
         for request in requests:
-            self._growing[request.id] = _RunningRequest(request, self._num_added)
+            self._growing[request.id] = _RunningRequest(request, self._num_added, images=spans_of(request))
             self._num_added += 1
 
     def abort(self, ids: Sequence[int]) -> list[Output]:
@@ -191,6 +199,8 @@ class SGLangEngine:
         self._wake(ALL_MEMORY)
         first = sorted(self._growing.values(), key=lambda growing: not growing.token_ids)
         jobs = [self._job(growing) for growing in first] if self._server is not None else []
+        if self._server is not None and self._vision is not None:
+            self._send_images(self._server)
         made = msgspec.msgpack.decode(self._ask("decode_chunk", jobs, num_tokens, self.max_num_seqs), type=list[Made])
         ended: list[tuple[int, int, FinishReason, _RunningRequest]] = []
         for item in made:
@@ -221,7 +231,10 @@ class SGLangEngine:
             for _ in named:
                 pass
         else:
-            self._update(self._server, one_by_one(self._names.checked(named), bool(self._names)))
+            weights = one_by_one(self._names.checked(named), bool(self._names))
+            if self._vision is not None:
+                weights = ((file_name(name), tensor) for name, tensor in weights)
+            self._update(self._server, weights)
         self._ask("end_update")
         if not any(growing.token_ids for growing in self._growing.values()):
             self._ask("forget")
@@ -266,6 +279,19 @@ class SGLangEngine:
             answer = msgspec.msgpack.encode(self._server.call(name, *arguments))
         return _from_first(self._replica, answer)
 
+    def _send_images(self, server: Calls) -> None:
+        """Send images that SGLang's process does not hold, once each, and let it drop those of no request."""
+        contents: dict[bytes, bytes] = {}
+        spans = [span for growing in self._growing.values() for span in growing.images]
+        for growing in self._growing.values():
+            for medium, span in zip(growing.request.media, growing.images, strict=True):
+                if span.digest not in self._sent:
+                    contents[span.digest] = medium.content
+        used = {span.digest for span in spans}
+        if used != self._sent:
+            server.call("add_images", contents, spans)
+            self._sent = used
+
     def _job(self, growing: _RunningRequest) -> Continuation:
         request, params = growing.request, growing.request.params
         return Continuation(
@@ -283,6 +309,7 @@ class SGLangEngine:
             },
             salt=growing.salt or str(self.version),
             behaviour=params.truncates,
+            images=growing.images,
         )
 
     def _top_k(self, request: Request) -> int:

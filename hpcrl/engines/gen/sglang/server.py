@@ -9,10 +9,15 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
+
+from hpcrl.engines.gen.sglang.images import Images
+from hpcrl.models.families import read_vision_of
+from hpcrl.spec.media import ImageSpan
 
 NOT_KEPT = "selected a token outside its captured sampling support"
 """SGLang's error text for a token that has no log-prob after truncation."""
@@ -27,6 +32,7 @@ class Continuation(msgspec.Struct):
     sampling: dict[str, Any]  # SGLang's SamplingParams
     salt: str  # separates its entries in the prefix cache from others
     behaviour: bool  # whether log-probs after truncation are wanted
+    images: list[ImageSpan]
 
 
 class Made(msgspec.Struct):
@@ -48,10 +54,17 @@ class Server:
 
         self._engine = sglang.Engine(**arguments)
         self._updating = False
+        vision = read_vision_of(Path(arguments["model_path"]))
+        self._images = Images(vision, getattr(torch, arguments["dtype"])) if vision is not None else None
 
     def call(self, name: str, *arguments: Any) -> Any:
         """Call the method with this name."""
         return getattr(self, name)(*arguments)
+
+    def add_images(self, contents: Mapping[bytes, bytes], spans: Sequence[ImageSpan]) -> None:
+        """Hold the images of the next decode chunk, with the pixels of those that were not held before, by digest."""
+        assert self._images is not None
+        self._images.add(contents, spans)
 
     def decode_chunk(self, jobs: Sequence[Continuation], num_tokens: int, max_num_seqs: int) -> list[Made]:
         """Continue the jobs, in order, in max_num_seqs slots, for num_tokens iterations per slot.
@@ -82,12 +95,15 @@ class Server:
         # Engine.generate() has no argument for log-probs after truncation, so this calls what it calls.
         from sglang.srt.managers.io_struct import GenerateReqInput
 
+        ids = list(memoryview(job.token_ids).cast("i"))
+        images = self._images.arguments(ids, job.images, job.salt) if self._images is not None and job.images else {}
         request = GenerateReqInput(
-            input_ids=list(memoryview(job.token_ids).cast("i")),
+            input_ids=ids,
             sampling_params=job.sampling | {"max_new_tokens": num_tokens},
             return_logprob=True,
             return_sampling_mask=job.behaviour,
             cache_salt=job.salt,
+            **images,
         )
         try:
             (answer,) = [answer async for answer in self._engine.tokenizer_manager.generate_request(request)]

@@ -7,9 +7,11 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from hpcrl.models.families import SGLANG_SEEING
 from hpcrl.spec.fields import NUMBER, Section
 from hpcrl.spec.installed import fields, unknown_options
 from hpcrl.spec.kinds import GenEngineSpec
+from hpcrl.spec.media import IMAGE
 from hpcrl.spec.problems import Problem
 from hpcrl.spec.weight_layout import RequiredSlices, all_weights
 
@@ -31,6 +33,8 @@ OWN = {
         (
             "base_gpu_id",
             "enable_deterministic_inference",
+            "enable_multimodal",
+            "language_model_only",
             "load_format",
             "nnodes",
             "node_rank",
@@ -99,6 +103,9 @@ def _need(config: Any, model: Any, name: str, shape: Sequence[int], index: int, 
     return all_weights(config, model, name, shape, index, num_ranks) if index == 0 else RequiredSlices("", ())
 
 
+KEPT_IMAGE_TOKENS = 14_000
+"""SGLang keeps 100 MiB of tower outputs (SGLANG_VLM_CACHE_SIZE_MB): these are as many of 3584 values in bfloat16."""
+
 SPEC = GenEngineSpec(
     about="SGLang; the first rank of a replica owns the engine.",
     needs={"sglang": "sglang"},
@@ -112,6 +119,9 @@ SPEC = GenEngineSpec(
     tensor_parallel=True,
     recompute=True,
     float32_head=True,
+    media=frozenset({IMAGE}),
+    media_families=SGLANG_SEEING,
+    kept_image_tokens=KEPT_IMAGE_TOKENS,
     plan="hpcrl.engines.gen.sglang.sizes:cache",
     check_sizes="hpcrl.engines.gen.sglang.sizes:check",
     memory_share=lambda config: share(config) or 1.0,

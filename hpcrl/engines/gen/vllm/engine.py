@@ -25,11 +25,12 @@ from hpcrl.engines.expert_routes import RouteShape, routes_of
 from hpcrl.engines.gen.checks import check_requests
 from hpcrl.engines.gen.generation_engine import Output, ReplicaRanks, Request
 from hpcrl.engines.gen.partial_response import PartialResponse
+from hpcrl.engines.gen.request_images import image_properties
 from hpcrl.engines.gen.sampling import stream_origin
 from hpcrl.engines.gen.stops import StopStrings
 from hpcrl.engines.gen.vllm.amx import follow_onednn_limit
 from hpcrl.engines.gen.vllm.heads import check_head_size
-from hpcrl.engines.gen.vllm.image_prompts import ImagePrompts, image_properties
+from hpcrl.engines.gen.vllm.image_prompts import ImagePrompts
 from hpcrl.engines.gen.vllm.image_prompts import arguments as image_arguments
 from hpcrl.engines.gen.vllm.lora_loading import Adapter
 from hpcrl.engines.gen.vllm.lora_loading import arguments as adapter_arguments
@@ -44,7 +45,7 @@ from hpcrl.engines.gen.vllm.transformers_classes import transformers_classes_kep
 from hpcrl.engines.gen.vllm.weight_readback import shown
 from hpcrl.engines.gen.vllm.weights import as_published, reload
 from hpcrl.engines.gen.weight_names import WeightNames
-from hpcrl.models.families import known_shape
+from hpcrl.models.families import VLLM_SEEING, known_shape
 from hpcrl.rollout.types import FinishReason
 from hpcrl.spec.media import IMAGE
 from hpcrl.spec.trajectory import Field
@@ -178,7 +179,7 @@ class VLLMEngine:
             "async_scheduling": False,  # a step must return its own tokens
             "seed": 0,
         }
-        vision = image_properties(Path(model_path))
+        vision = image_properties(Path(model_path), VLLM_SEEING)
         if vision is not None:
             if not find_spec("torchvision"):
                 raise ValueError(

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -12,7 +10,6 @@ import torch
 
 from hpcrl.engines.gen.generation_engine import Request
 from hpcrl.engines.patches import make_patches
-from hpcrl.models.families import VLLM_SEEING, read_vision_of
 from hpcrl.models.vision import Vision
 from hpcrl.spec.media import Medium
 
@@ -31,15 +28,6 @@ def arguments(max_pixels: int | None) -> dict[str, Any]:
         "limit_mm_per_prompt": {"video": 0},
         "skip_mm_profiling": not torch.cuda.is_available(),
     }
-
-
-def image_properties(model_path: Path) -> Vision | None:
-    """The image properties of a model whose images hpcrl gives to vLLM; None for all other models."""
-    vision = read_vision_of(model_path)
-    if vision is None:
-        return None
-    config = json.loads((model_path / "config.json").read_text())
-    return vision if config["model_type"] in VLLM_SEEING else None
 
 
 class ImagePrompts:

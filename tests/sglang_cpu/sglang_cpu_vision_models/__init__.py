@@ -1,0 +1,1 @@
+"""The models of SGLang that tests with images use."""
