@@ -454,10 +454,9 @@ def _part_weights(options: Mapping[str, Any]) -> dict[str, float]:
 def _parts_shown_images(options: Mapping[str, Any], judge_sees: bool) -> bool:
     parts = options.get("parts")
     return any(
-        REWARDS[name].shown_images(given, judge_sees)
+        REWARDS[name].shown_images(given if isinstance(given := part.get("options"), Mapping) else {}, judge_sees)
         for part in (parts.values() if isinstance(parts, Mapping) else ())
-        if isinstance(part, Mapping) and (name := part.get("name")) in REWARDS
-        if isinstance(given := part.get("options"), Mapping)
+        if isinstance(part, Mapping) and isinstance(name := part.get("name"), str) and name in REWARDS
     )
 
 
