@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,11 @@ from hpcrl.models.shape import ModelShape
 from hpcrl.planner.image_memory import controller_pixels, with_row_tokens
 from hpcrl.planner.trainer import critic_shape, reference_shape
 from hpcrl.spec.media import MAX_PIXEL_BYTES
+from hpcrl.spec.tables import GEN_ENGINES
 from hpcrl.system.exit_codes import ExitCode
 
+BLIND = replace(GEN_ENGINES["native"], media=frozenset())
+BLIND_ENGINE = f"{__name__}:BLIND"
 SEEING = "model.tiny.architecture=qwen2_5_vl"
 """Its images have at most 64 tokens of 28 x 28 pixels."""
 SHOWING = "+env.default={name: sokoban, options: {show: image}}"
@@ -222,9 +226,9 @@ def test_an_environment_that_shows_images_needs_a_model_that_takes_them(
     said = " shows images, which model.tiny.architecture=qwen2 does not take; use a model with model_type qwen2_5_vl, "
     assert line.startswith("env.default.options: ") and said in line and ", or let it show text" in line, line
     assert main([*words, SEEING, "dry_run=true"]) == ExitCode.DONE
-    assert main([*words, SEEING, "generator.engine=sglang", "dry_run=true"]) == ExitCode.BAD_INPUT
+    assert main([*words, SEEING, f"generator.engine={BLIND_ENGINE}", "dry_run=true"]) == ExitCode.BAD_INPUT
     (line,) = capsys.readouterr().err.splitlines()
-    assert "shows images, which the sglang generator does not take; use generator.engine=native" in line, line
+    assert f"shows images, which the {BLIND_ENGINE} generator does not take; use generator.engine=native" in line, line
 
 
 def as_override(value: Any) -> str:
@@ -248,9 +252,9 @@ JUDGED = ("rollout.max_new_tokens=3", "data.max_prompt_tokens=40", "run_dir=run"
         ({"role": "judge", "path": "seeing", "images": True}, "", ""),
         ({"role": "judge", "path": "seeing"}, "", ""),
         (
-            {"role": "judge", "path": "seeing", "engine": "sglang", "images": True},
+            {"role": "judge", "path": "seeing", "engine": "fake", "images": True},
             "",
-            "KEY.images: true, but judge.engine=sglang takes none; use judge.engine=native or vllm",
+            "KEY.images: true, but judge.engine=fake takes none; use judge.engine=native or vllm or sglang",
         ),
     ],
 )
