@@ -49,7 +49,7 @@ def test_the_run_is_named_after_its_experiment_then_its_pipeline() -> None:
     assert load(["+experiment=demo", "run_dir=elsewhere"]).run_dir == "elsewhere"
 
 
-@pytest.mark.parametrize("name", ["demo_agentic", "demo_sokoban", "demo_tools", "demo_webshop"])
+@pytest.mark.parametrize("name", ["demo_agentic", "demo_lake_images", "demo_sokoban", "demo_tools", "demo_webshop"])
 def test_the_warm_up_of_a_demonstration_uses_the_same_environment(name: str) -> None:
     warm_up, demo = load([f"+experiment={name}_sft"]), load([f"+experiment={name}"])
     ((section, env),) = demo.envs.items()

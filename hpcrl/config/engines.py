@@ -21,8 +21,11 @@ class LoRAConfig(Section):
     alpha: PositiveFloat = 32.0
     """The product of an adapter's two matrices is multiplied by alpha / rank."""
     target_modules: Annotated[list[str], Field(min_length=1)] | None = None
-    """Last parts of the names of linear layers that get an adapter ([q_proj, v_proj]); null: all layers of the decoder.
-    The embedding, the vocabulary projection, and a mixture's routers and experts never get an adapter."""
+    """Last parts of the names of linear layers that get an adapter ([q_proj, v_proj]); null: all linear layers of
+    `parts`. The embedding, the vocabulary projection, and a mixture's routers and experts never get an adapter."""
+    parts: Annotated[list[Literal["decoder", "vision", "merger"]], Field(min_length=1)] = ["decoder"]
+    """Parts of the model that get adapters. vision: the vision tower without its merger; merger: the layers between
+    tower and decoder. All other weights are frozen."""
 
     @property
     def scale(self) -> float:

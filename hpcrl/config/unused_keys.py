@@ -108,7 +108,7 @@ def _unread_of_sections(config: Config) -> Iterator[tuple[Path, Path, str]]:
         if config.eval_every:
             yield ("eval_every",), ("data", "val"), "data.val is null, so there is nothing to evaluate on"
     if not config.trainer.lora.rank:
-        for key in ("alpha", "target_modules"):
+        for key in ("alpha", "target_modules", "parts"):
             yield ("trainer", "lora", key), ("trainer", "lora", "rank"), "trainer.lora.rank is 0"
 
 

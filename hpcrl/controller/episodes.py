@@ -35,7 +35,7 @@ GROUND, WALL = "_.", "#W"
 @dataclass(frozen=True)
 class Episode:
     """A finished episode: chat messages, rewards per turn, total reward, score, and images in the order of their
-    `<image>` marks."""
+    `<image>` marks; the same for the observation after the last turn, which is not in the sample."""
 
     messages: Sequence[Mapping[str, Any]]
     turn_rewards: Sequence[float]
@@ -43,6 +43,8 @@ class Episode:
     score: float
     error: str = ""
     media: Sequence[Medium] = ()
+    last: Sequence[Mapping[str, Any]] = ()
+    last_media: Sequence[Medium] = ()
 
     @property
     def title(self) -> str:
@@ -98,10 +100,11 @@ class _Spoken:
 
 def _spoken(episode: Episode) -> Iterator[_Spoken]:
     """The messages. The last assistant messages are the turns; earlier assistant messages belong to the prompt."""
-    roles = [str(message.get("role", "")) for message in episode.messages]
+    whole = [*episode.messages, *episode.last]
+    roles = [str(message.get("role", "")) for message in whole]
     turn = len(episode.turn_rewards) - roles.count("assistant")
-    following = iter(episode.media)
-    for role, message in zip(roles, episode.messages, strict=True):
+    following, last = iter(episode.media), iter(episode.last_media)
+    for number, (role, message) in enumerate(zip(roles, whole, strict=True)):
         content = message.get("content", "")
         text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
         turn += role == "assistant"
@@ -109,7 +112,7 @@ def _spoken(episode: Episode) -> Iterator[_Spoken]:
             yield _Spoken(role, text, turn, episode.turn_rewards[turn - 1])
         else:
             marks = 0 if role == "assistant" else text.count(WRITTEN_MARK)
-            yield _Spoken(role, text, media=list(islice(following, marks)))
+            yield _Spoken(role, text, media=list(islice(following if number < len(episode.messages) else last, marks)))
 
 
 def _text(episode: Episode, spoken: Sequence[_Spoken]) -> bytes:

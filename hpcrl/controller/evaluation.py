@@ -141,10 +141,12 @@ class Evaluation:
             answers = self._controller.call({sample.replica: ReadTexts([sample.id], whole=True)})
             if not answers:  # its replica was lost
                 continue
-            shown_last = max((done.texts[number] for done in ends.values()), default="") or "[]"
-            messages = json.loads(answers[sample.replica].texts[0]) + json.loads(shown_last)
+            held = [(done.texts[number], done.media[number]) for done in ends.values() if done.texts[number]]
+            shown_last, last_media = held[0] if held else ("[]", ())
+            messages = json.loads(answers[sample.replica].texts[0])
             (media,) = answers[sample.replica].media
-            episode = Episode(messages, sample.turn_rewards, sample.reward, sample.score, sample.error, media)
+            told = sample.turn_rewards, sample.reward, sample.score, sample.error
+            episode = Episode(messages, *told, media, json.loads(shown_last), last_media)
             write_episode(path.parent, path.name, episode)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,6 +21,9 @@ BEGINNINGS = (b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff", b"RIFF", b"GIF8", b"BM", b"
 """First bytes of the formats in NAMES."""
 MAX_FILE_BYTES = 64 << 20
 """Limit for the image files of a row."""
+HEAD_BYTES = 4096
+"""Of a file's beginning, which a resume compares: compressed files whose pictures differ rarely agree in it and in
+their size."""
 MAX_PATH_CHARS = 400
 """Characters of a path in an error."""
 COLUMN_MARK = "\ue002"
@@ -30,23 +34,13 @@ SCHEME = re.compile(r"([a-z][a-z0-9+.-]*)://")
 
 @dataclass(frozen=True, slots=True)
 class ImageFile:
-    """An image of a row, not yet read: `content`, or else the file at `path`."""
+    """An image of a row, not yet read: `content`, or else the file at `path`, with its beginning and its size."""
 
     place: str
+    beginning: bytes
+    num_bytes: int
     path: Path = Path()
     content: bytes | None = None
-
-    @property
-    def num_bytes(self) -> int:
-        """Size of the file. OSError if there is none."""
-        return self.path.stat().st_size if self.content is None else len(self.content)
-
-    def beginning(self) -> bytes:
-        """Its first bytes. OSError if it cannot be read."""
-        if self.content is not None:
-            return self.content[:16]
-        with self.path.open("rb") as file:
-            return file.read(16)
 
     def read(self) -> bytes:
         """The file's content. OSError if it cannot be read."""
@@ -158,24 +152,29 @@ def _image(given: Any, place: str, folder: Path) -> ImageFile:
             raise BadRow(f"{place}: {path[:60]!r} would have to be downloaded; store the file beside the data")
         path = path.removeprefix("file://")
     if isinstance(content, bytes) and content:
-        image = ImageFile(place, content=content)
+        image = ImageFile(place, content[:HEAD_BYTES], len(content), content=content)
     elif isinstance(path, str) and path and content is None:
         try:
-            image = ImageFile(place, folder / Path(path).expanduser())
+            image = _opened(folder / Path(path).expanduser(), place)
         except RuntimeError as error:  # of a user without a home
             raise BadRow(f"{place}: {path[:MAX_PATH_CHARS]!r} is no file's path: {error}") from error
     else:
         raise BadRow(f"{place} must be a file's path, a data URL, or bytes of a parquet or Arrow file")
-    try:
-        known = image.beginning().startswith(BEGINNINGS)
-    except OSError as error:
-        raise BadRow(f"{place}: {str(image.path)[:MAX_PATH_CHARS]} cannot be read: {error.strerror}") from error
-    except ValueError as error:  # a null byte
-        raise BadRow(f"{place}: {str(image.path)[:MAX_PATH_CHARS]!r} is no file's path: {error}") from error
-    if not known:
+    if not image.beginning.startswith(BEGINNINGS):
         known_names = ", ".join(name[1:] for name in NAMES)
         raise BadRow(f"{place}: the content begins like none of {known_names}; store the image file itself")
     return image
+
+
+def _opened(path: Path, place: str) -> ImageFile:
+    """The image file at a path. BadRow if it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            return ImageFile(place, file.read(HEAD_BYTES), os.fstat(file.fileno()).st_size, path)
+    except OSError as error:
+        raise BadRow(f"{place}: {str(path)[:MAX_PATH_CHARS]} cannot be read: {error.strerror}") from error
+    except ValueError as error:  # a null byte
+        raise BadRow(f"{place}: {str(path)[:MAX_PATH_CHARS]!r} is no file's path: {error}") from error
 
 
 def _from_data_url(url: str, place: str) -> bytes:

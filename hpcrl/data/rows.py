@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import itertools
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -300,6 +301,7 @@ class RowSet:
         self.unlearnable: dict[str, tuple[int, str]] = {}
         self.own_variables: dict[str, tuple[int, str]] = {}
         self.media: dict[str, tuple[int, str]] = {}
+        self._image_files: dict[int, Any] = {}  # by source, the hash of its image files' beginnings and sizes
         what, more = "sources", len(problems) - MAX_PROBLEMS
         if not problems:
             found = filter(None, self._scan(split))
@@ -337,10 +339,18 @@ class RowSet:
                     if row.images:
                         count, first = self.media.get(IMAGE, (0, table.where(index)))
                         self.media[IMAGE] = count + 1, first
+                        self._note_files(number, row.images)
                     if self._check is not None:
                         yield self._check.problem_of(row, table.where(index))
                 except BadRow as error:
                     yield str(error)
+
+    def _note_files(self, source: int, images: Sequence[ImageFile]) -> None:
+        """Hash what identifies image files. Images within the rows' own file are in the table's digest."""
+        for image in images:
+            if image.content is None:
+                known = self._image_files.setdefault(source, hashlib.blake2b(digest_size=16))
+                known.update(image.num_bytes.to_bytes(8, "little") + image.beginning)
 
     def _domain_index(self, name: str) -> int:
         if name not in self.domain_names:
@@ -395,10 +405,15 @@ class RowSet:
     def fingerprint(self) -> dict[str, str]:
         """Source -> properties that determine its rows and their domains, to check a cursor."""
         key = self._config.domain_key
-        return {
+        rows = {
             f"{number} {source.path}": f"{len(table)} rows {table.digest} tag {source.domain or key}"
             for number, (source, table) in enumerate(zip(self.sources, self.tables, strict=True))
         }
+        images = {
+            f"image files of {number} {self.sources[number].path}": known.hexdigest()
+            for number, known in self._image_files.items()
+        }
+        return rows | images
 
 
 def require_same(was: dict[str, str], now: dict[str, str], place: str) -> None:

@@ -58,10 +58,10 @@ def prepare(argv: Sequence[str]) -> tuple[Config, RoleLayout, ModelFolder | None
         if not config.pipeline_spec.rank0_only:
             config = _find_model(reading, config)
             model = _check_model(reading, config)
+            config = _check_judge(reading, config)
             seen = _check_inputs(reading, config, None if layout_problems else layout)
             config = _check_reference(reading, config, model)
             config = _check_critic(reading, config)
-            config = _check_judge(reading, config)
             config = _check_reward_model(reading, config)
             if not layout_problems:
                 _check_sizes(reading, config, model, seen.image_tokens)
@@ -92,6 +92,7 @@ def _check_inputs(reading: LoadedConfig, config: Config, layout: RoleLayout | No
         row_checks,
         show_rows,
     )
+    from hpcrl.rewards.seeing import notes_on_judges
     from hpcrl.rewards.serving.router import check_reward_ranks, reward_notes, validate_rewards
 
     shown = ShownRows()
@@ -124,6 +125,7 @@ def _check_inputs(reading: LoadedConfig, config: Config, layout: RoleLayout | No
         shown = show_rows(config, template, rows, checks)
         shown.image_tokens = most_image_tokens(config, rows, seeing)
         shown.notes += reward_notes(config, rows) if config.learns_from_rewards else []
+        shown.notes += notes_on_judges(config, rows) if vision is not None else []
     reading.add(check_rollouts(config))
     return shown
 
@@ -222,6 +224,10 @@ def _check_judge(reading: LoadedConfig, config: Config) -> Config:
     if found is not None and found.max_positions is not None:
         length = check_length(own, found.max_positions, f"max_position_embeddings of {path}")
         problems += map(as_judges, length)
+    if found is not None and found.model_type:
+        from hpcrl.rewards.seeing import check_judges
+
+        problems += check_judges(config)
     reading.add(problems)
     if not problems:
         with contextlib.suppress(CannotPlanError):

@@ -62,8 +62,7 @@ def _chunks(items: Sequence[MailItem]) -> Iterator[list[MailItem]]:
             weight = len(item.token_ids) + len(item.messages)
         else:
             weight = len(item.text) * 4 + len(item.meta)
-        if not isinstance(item, Response):
-            weight += sum(len(medium.content) for medium in item.media)
+        weight += sum(len(medium.content) for medium in item.media)
         if isinstance(item, Response):
             weight += len(item.token_ids) + sum(len(text) * 4 + len(ids) for text, ids in item.earlier)
         if chunk and size + weight > CHUNK_BYTES:

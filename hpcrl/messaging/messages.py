@@ -161,8 +161,8 @@ class ReadTexts(Message):
 
 
 class ReadLastObservation(Message):
-    """Answer with the environment's observation after the last turn of validation samples, as JSON messages; an empty
-    text for each sample that another rank holds."""
+    """Answer with the environment's observation after the last turn of validation samples, as JSON messages, and its
+    first pictures in a size for pages; an empty text for each sample that another rank holds."""
 
     samples: list[int]
 
@@ -529,7 +529,8 @@ Event = Joined | Done | Failed | DecodeChunkDone | Scored | AwaitGroup | Observe
 
 class Response(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
     """A finished response, sent to a reward rank. `meta` is the prompt's JSON, `token_ids` (int32) is the last turn,
-    and `earlier` has text and token ids of the model's earlier turns."""
+    `earlier` has text and token ids of the model's earlier turns, and `media` the prompt's media if the reward gets
+    them."""
 
     sample: int
     domain: str
@@ -538,6 +539,7 @@ class Response(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_un
     reason: str
     token_ids: bytes = b""
     earlier: list[tuple[str, bytes]] = []
+    media: tuple[Medium, ...] = ()
 
 
 class Turn(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):

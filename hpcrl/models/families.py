@@ -105,19 +105,24 @@ def has_experts(model_type: str) -> bool:
 
 
 def vision_of(model_path: Path, max_pixels: int | None = None) -> Vision | None:
-    """The image properties of a model folder, and declares the field `images`; None for a model without images. Called
-    by the controller and by every rank that handles rollouts or prompts. ValueError for an unusable processor, or if
-    max_pixels (data.max_pixels), a lower limit than the processor's, allows no image."""
+    """read_vision_of() the run's model; declares the field `images` if it takes images. Called by the controller and by
+    every rank that handles rollouts or prompts. ValueError also if max_pixels (data.max_pixels), a lower limit than the
+    processor's, allows no image."""
+    vision = read_vision_of(model_path)
+    if vision is None:
+        return None
+    declare(IMAGES)
+    return vision if max_pixels is None else vision.limited(max_pixels)
+
+
+def read_vision_of(model_path: Path) -> Vision | None:
+    """The image properties of a model folder; None for a model without images. ValueError for an unusable processor."""
     try:
         config = _object(model_path / "config.json")
     except (OSError, ValueError):  # reported where the model is checked
         return None
     read = family_of(config.get("model_type")).vision
-    vision = None if read is None else read(config, read_processor(model_path))
-    if vision is None:
-        return None
-    declare(IMAGES)
-    return vision if max_pixels is None else vision.limited(max_pixels)
+    return None if read is None else read(config, read_processor(model_path))
 
 
 @functools.lru_cache(maxsize=8)

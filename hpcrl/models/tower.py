@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from typing import Literal
 
 PREFIX = "model.visual."
 """Begins the names of a tower's parameters, in transformers' memory."""
 CHANNELS = 3
+MERGER = re.compile(r"merger|projector|connector|embed_vision")
+"""In a parameter's name if it belongs to the layers between the vision tower and the decoder."""
+
+
+def part_of(name: str) -> Literal["vision", "merger"]:
+    """The part of a parameter outside the decoder: vision, the tower without its merger, or merger, the layers that
+    turn the tower's features into embeddings of tokens."""
+    return "merger" if MERGER.search(name) else "vision"
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,15 @@ from dataclasses import replace
 
 from hpcrl.config import Config, LoRAConfig, Problem
 from hpcrl.models.shape import ModelShape, Parameter
+from hpcrl.models.tower import part_of
 from hpcrl.spec.lora import A, B, matches, unknown
 
 
-def _linear(shape: ModelShape) -> list[Parameter]:
-    """The matrices of the decoder's linear layers, without embedding, head, router and experts."""
-    return [p for p in shape.parameters if p.layer is not None and len(p.shape) == 2 and p.split != "whole"]
+def _linear(lora: LoRAConfig, shape: ModelShape) -> list[Parameter]:
+    """The matrices of the linear layers of lora.parts, without embedding, head, router and experts."""
+    matrices = [p for p in shape.parameters if p.in_layers and len(p.shape) == 2]
+    decoder = [p for p in matrices if p.layer is not None and p.split != "whole" and "decoder" in lora.parts]
+    return [*decoder, *(p for p in matrices if p.layer is None and part_of(p.name) in lora.parts)]
 
 
 def adapters(lora: LoRAConfig | None, shape: ModelShape) -> list[Parameter]:
@@ -20,11 +23,11 @@ def adapters(lora: LoRAConfig | None, shape: ModelShape) -> list[Parameter]:
     if lora is None:
         return []
     found = []
-    for parameter in _linear(shape):
+    for parameter in _linear(lora, shape):
         module, (rows, columns) = parameter.name.removesuffix(".weight"), parameter.shape
         if matches(module, lora.target_modules):
             for suffix, sizes in ((A, (lora.rank, columns)), (B, (rows, lora.rank))):
-                found.append(Parameter(module + suffix, sizes, "whole", parameter.layer))
+                found.append(Parameter(module + suffix, sizes, "whole", parameter.layer, parameter.block))
     return found
 
 
@@ -39,9 +42,14 @@ def with_adapters(config: Config, shape: ModelShape) -> ModelShape:
 
 
 def check_targets(config: Config, shape: ModelShape) -> Iterator[Problem]:
-    """Report targets that are not linear layers of the model."""
+    """Report parts that the model does not have, and targets that are not its linear layers."""
     if config.lora is None:
         return
-    modules = [p.name.removesuffix(".weight") for p in _linear(shape)]
+    for part in config.lora.parts:
+        if not _linear(config.lora.model_copy(update={"parts": [part]}), shape):
+            text = f"trainer.lora.parts: {shape.family} has no linear layers in {part}; leave it out"
+            yield Problem(("trainer", "lora", "parts"), text, (("model",),))
+            return
+    modules = [p.name.removesuffix(".weight") for p in _linear(config.lora, shape)]
     if text := unknown(config.lora.target_modules, modules):
         yield Problem(("trainer", "lora", "target_modules"), text, (("model",),))

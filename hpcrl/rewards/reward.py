@@ -9,6 +9,7 @@ from typing import Any, Literal, Protocol
 
 from hpcrl.config import RewardConfig
 from hpcrl.rewards.services import Services
+from hpcrl.spec.media import Medium
 from hpcrl.spec.tables import REWARDS
 
 MAX_TOKEN_REWARDS = 256
@@ -32,6 +33,7 @@ class RewardItem:
         response: The model's last turn as text; `token_ids` has its tokens as generated, `earlier` the previous turns.
         answer: The row's answer; None if it has none.
         extra: The row's other columns; after an episode, `extra["messages"]` has the whole dialogue in chat form.
+        images: The prompt's images as the model saw them, for rewards that get them (RewardSpec.shown_images).
     """
 
     sample_id: int
@@ -44,6 +46,7 @@ class RewardItem:
     token_ids: Sequence[int] = ()
     earlier: Sequence[ModelTurn] = ()
     messages: Sequence[Mapping[str, Any]] = ()
+    images: Sequence[Medium] = ()
 
     @property
     def turns(self) -> tuple[ModelTurn, ...]:

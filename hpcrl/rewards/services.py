@@ -22,12 +22,14 @@ class Services(msgspec.Struct, frozen=True, array_like=True):
         models: Role -> properties that determine its answers (path, engine, type), a part of their cache key.
         token: The run's token.
         seed: Seed of a deterministic run, whose requests must be equal at every start; None in other runs.
+        seeing: Roles whose models take images.
     """
 
     urls: dict[str, list[str]] = {}
     models: dict[str, str] = {}
     token: str = ""
     seed: int | None = None
+    seeing: list[str] = []
 
     def of(self, role: str) -> list[str]:
         """The addresses of a role. ValueError if the run has none."""

@@ -236,6 +236,11 @@ class SortDigitsOptions(Section):
     """Maximum reward of a wrong answer, scaled by the share of digits in the right place."""
 
 
+def is_shown_images(role: Any, images: Any, judge_sees: bool) -> bool:
+    """Whether a judge with these values of JudgeSection gets images. judge_sees: judge.path takes images."""
+    return images is True if role is None else judge_sees and images is not False
+
+
 class JudgeSection(Section):
     """A judge of the reward judge."""
 
@@ -255,6 +260,9 @@ class JudgeSection(Section):
     """Maximum requests per second of one worker process; null: no limit."""
     extra_body: dict[str, Any] = {}
     """Additional fields of the request."""
+    images: bool | None = None
+    """Whether the judge sees the images of prompts; null: with role, if judge.path takes images; with url, it does not.
+    """
 
     @model_validator(mode="after")
     def _one_place(self) -> Self:
@@ -273,7 +281,8 @@ class JudgeOptions(Section):
     """Options of the reward judge."""
 
     judges: Annotated[dict[str, JudgeSection], Field(min_length=1)]
-    """Judges by name: role, or url, model and api_key_env; temperature, max_tokens, max_requests_per_s, extra_body."""
+    """Judges by name: role, or url, model and api_key_env; temperature, max_tokens, max_requests_per_s, extra_body,
+    images."""
     vote: Literal["mean", "median", "majority"] = "mean"
     """How verdicts are combined; majority: 1 if more than half of them reach the threshold, else 0."""
     min_votes: Positive = 1
@@ -442,10 +451,20 @@ def _part_weights(options: Mapping[str, Any]) -> dict[str, float]:
     return {name: part.weight for name, part in composed.parts.items()}
 
 
+def _parts_shown_images(options: Mapping[str, Any], judge_sees: bool) -> bool:
+    parts = options.get("parts")
+    return any(
+        REWARDS[name].shown_images(given if isinstance(given := part.get("options"), Mapping) else {}, judge_sees)
+        for part in (parts.values() if isinstance(parts, Mapping) else ())
+        if isinstance(part, Mapping) and isinstance(name := part.get("name"), str) and name in REWARDS
+    )
+
+
 COMPOSED = RewardSpec(
     about="The sum, the product or a gated sum of other rewards.",
     make="hpcrl.rewards.builtin.composed:ComposedReward",
     asks=_roles_of_parts,
+    shown_images=_parts_shown_images,
     section=ComposedOptions,
     part_weights=_part_weights,
 )
@@ -472,10 +491,20 @@ def _roles_of_judges(options: Mapping[str, Any]) -> Iterator[str]:
             yield "judge"
 
 
+def _judges_shown_images(options: Mapping[str, Any], judge_sees: bool) -> bool:
+    judges = options.get("judges")
+    return any(
+        is_shown_images(judge.get("role"), judge.get("images"), judge_sees)
+        for judge in (judges.values() if isinstance(judges, Mapping) else ())
+        if isinstance(judge, Mapping)
+    )
+
+
 JUDGE = RewardSpec(
     about="The vote of language models, on ranks of the run or behind OpenAI-compatible endpoints, by a rubric.",
     make="hpcrl.rewards.builtin.judge:JudgeReward",
     asks=_roles_of_judges,
+    shown_images=_judges_shown_images,
     section=JudgeOptions,
 )
 

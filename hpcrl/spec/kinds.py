@@ -276,6 +276,9 @@ class RewardSpec(Spec):
     """Whether it needs the row's answer."""
     asks: Callable[[Mapping[str, Any]], Iterable[str]] = lambda options: ()
     """`asks(options)`: roles to whose ranks it sends requests. The options are unchecked and may have any type."""
+    shown_images: Callable[[Mapping[str, Any], bool], bool] = lambda options, judge_sees: False
+    """`shown_images(options, judge_sees)`: whether it gets the images of prompts (RewardItem.images). judge_sees: the
+    run's ranks of the role judge take images. The options are unchecked."""
     imports_code: str = ""
     """The key of RewardConfig that names user code, which is imported in worker processes only."""
     scores_in_unit_interval: bool = True

@@ -19,7 +19,7 @@ def adapted(name: str) -> str:
 
 
 def matches(module: str, targets: Sequence[str] | None) -> bool:
-    """Whether a linear layer of the decoder is one of trainer.lora.target_modules."""
+    """Whether a linear layer is one of trainer.lora.target_modules."""
     return targets is None or module.rpartition(".")[2] in targets
 
 

@@ -7,8 +7,9 @@ import functools
 import json
 import logging
 import math
+import zlib
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,8 +37,9 @@ from hpcrl.messaging.messages import (
 from hpcrl.messaging.queues import ReaderLost
 from hpcrl.rewards.grading.extract import after_thinking
 from hpcrl.rewards.serving.guarded import RAISED, describe, sendable
+from hpcrl.rollout.pictures import MAX_SHOWN, thumbnail
 from hpcrl.rollout.types import FinishReason, episode_seed, is_validation, split_sample_id
-from hpcrl.spec.media import IMAGE_MARK, MAX_PIXEL_BYTES, WRITTEN_MARK, by_picture
+from hpcrl.spec.media import IMAGE_MARK, MAX_PIXEL_BYTES, WRITTEN_MARK, Medium, by_picture
 from hpcrl.spec.trajectory import MAX_REWARD
 from hpcrl.system.clock import AwakeClock
 from hpcrl.workers.dialogue import (
@@ -61,6 +63,8 @@ logger = logging.getLogger(__name__)
 ERROR_CHARS = 2000
 LAST_CHARS = 100_000
 """Maximum characters of a validation episode's last observation, which is only shown on its page."""
+LAST_PIXEL_BYTES = 32 << 20
+"""Maximum pixels of all last observations that are sent in one message; further pictures are not shown."""
 NOTHING_PLAYED = {"success": 0.0, "return": 0.0, "turns": 0.0, "failed": 0.0}
 """Metrics of an episode without a turn. Failed episodes get them too; otherwise, mean metrics would be too high."""
 
@@ -149,7 +153,7 @@ class EnvRole:
         limits = [env.max_seconds for env in worker.config.envs.values() if env.max_seconds is not None]
         self._clock, self._now = AwakeClock(min(limits, default=math.inf)), 0.0
         self._episodes: dict[int, _Episode] = {}  # by sample, without timed-out episodes that still run
-        self._ends: dict[int, str] = {}  # last observations of the newest evaluation's episodes, by sample
+        self._ends: dict[int, _End] = {}  # last observations of the newest evaluation's episodes, by sample
         self._unread: dict[str, frozenset[str]] = defaultdict(frozenset)  # info keys already warned about, by section
         self._waiting: deque[Turn] = deque()  # not started yet, in order
         self._playing: list[_Playing] = []
@@ -234,7 +238,7 @@ class EnvRole:
                 with contextlib.suppress(TypeError, ValueError):  # training does not need it
                     shown = cut(as_messages(played.observation, bound_vision(worker.tokenizer)), LAST_CHARS)
                     if num_chars(shown) < 2 * LAST_CHARS:
-                        self._ends[turn.sample] = _stored(as_messages(shown))
+                        self._ends[turn.sample] = _End.of(as_messages(shown))
             elif not ended:
                 reply = self._reply(turn, episode, played.observation)
         except _NoRoom as problem:
@@ -375,9 +379,15 @@ class EnvRole:
         return episode_seed(self._config.seed, split_sample_id(turn.sample)[0]) if given is None else given
 
     def _peek_end(self, command: ReadLastObservation, seq: int) -> Done:
-        found = [self._ends.get(sample, "") for sample in command.samples]
+        found = [self._ends.get(sample, _End("")) for sample in command.samples]
         self._ends = {}  # the next evaluation has other episodes
-        return Done(seq, texts=found)
+        media: list[tuple[Medium, ...]] = []
+        room = LAST_PIXEL_BYTES
+        for end in found:
+            shown = tuple(end.media())
+            room -= sum(len(picture.content) for picture in shown)
+            media.append(shown if room >= 0 else ())
+        return Done(seq, texts=[end.text for end in found], media=media)
 
     def _drop(self, sample: int) -> None:
         """End the sample's episode, if it has one, after its current turn."""
@@ -410,6 +420,28 @@ def _row(turn: Turn) -> dict[str, Any]:
         files = [image_bytes(Image.fromarray(picture[-1].pixels)) for picture in by_picture(turn.media)]
         row["extra"].setdefault("images", files)
     return row
+
+
+@dataclass(frozen=True)
+class _End:
+    """The last observation of an episode as JSON messages. A picture for pages is kept compressed until it is asked
+    for, because an evaluation may have thousands of episodes."""
+
+    text: str
+    pictures: tuple[Medium, ...] = ()
+
+    @staticmethod
+    def of(messages: Messages) -> _End:
+        shown = [picture[-1] for picture in by_picture(images_of(messages))][:MAX_SHOWN]
+        return _End(_stored(messages), tuple(_packed(thumbnail(picture)) for picture in shown))
+
+    def media(self) -> Iterator[Medium]:
+        for picture in self.pictures:
+            yield msgspec.structs.replace(picture, content=zlib.decompress(picture.content))
+
+
+def _packed(picture: Medium) -> Medium:
+    return Medium(picture.kind, zlib.compress(picture.content, 1), picture.width, picture.height)
 
 
 def _stored(messages: Messages) -> str:

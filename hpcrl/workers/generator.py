@@ -39,6 +39,7 @@ from hpcrl.messaging.messages import (
     Turn,
 )
 from hpcrl.messaging.queues import ReaderLost
+from hpcrl.rewards.seeing import rewards_with_images
 from hpcrl.rollout.pending import read_pending, write_pending
 from hpcrl.rollout.pictures import MAX_SHOWN, thumbnail
 from hpcrl.rollout.types import FinishReason, Sample, receiver_of, split_sample_id
@@ -75,6 +76,7 @@ class GeneratorRole:
         make = GEN_ENGINES[worker.config.gen_engine].load()
         self.engine: GenEngine = make(worker.config, worker.model_path, worker.tokenizer, ranks)
         self._end_ids = end_ids(worker.tokenizer)
+        self._shows_images = rewards_with_images(worker.config)  # by domain, to its reward
         self.trainer = OneProcess.of(worker, self.engine)
         self.samples: dict[int, SampleState] = {}
         self._prompts: WeakValueDictionary[int, PromptState] = WeakValueDictionary()  # kept alive by their samples
@@ -275,7 +277,8 @@ class GeneratorRole:
             turn = held.token_ids[held.loss_mask & (held.turn_ids == held.turn_ids[-1])]
             ids = np.asarray(turn, dtype=np.int32).tobytes()
             earlier = self._earlier_turns(held)
-            response = Response(sample.id, prompt.domain, text, meta, str(held.finish_reason), ids, earlier)
+            media = prompt.media if self._shows_images(prompt.domain) else ()
+            response = Response(sample.id, prompt.domain, text, meta, str(held.finish_reason), ids, earlier, media)
             scorers = self._worker.layout.scorers_of(prompt.domain)
             posts[receiver_of(sample.id, scorers, receivers)].append(response)
         self._mail(posts)

@@ -6,34 +6,64 @@ batch stays full while there are more requests than slots.
 
 from __future__ import annotations
 
+import functools
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
 
-from hpcrl.data.chat import encode, end_ids, render
+from hpcrl.data.chat import bind, end_ids, render
+from hpcrl.data.image_tokens import encode_with_images
+from hpcrl.data.media import read_images, read_parts
+from hpcrl.data.messages import ImagePart
 from hpcrl.data.reasoning import TAIL_TOKENS, TurnTexts
 from hpcrl.data.template_forms import TemplateRefusal
 from hpcrl.engines.gen.generation_engine import GenEngine, Output, ReplicaRanks, Request, SamplingParams
 from hpcrl.engines.hf_folder import read_safetensors
 from hpcrl.metrics.stats import Stats
+from hpcrl.models.families import read_vision_of
+from hpcrl.rewards.seeing import why_judge_sees_nothing
 from hpcrl.rollout.types import FinishReason
+from hpcrl.spec.media import IMAGE_MARK, MAX_PIXEL_BYTES, Medium
 from hpcrl.spec.tables import GEN_ENGINES
 from hpcrl.workers.load import Load
 from hpcrl.workers.role import Rank
-from hpcrl.workers.serving import Question, Service
+from hpcrl.workers.serving import MAX_BYTES, Question, Service
 
 PATH = "/v1/chat/completions"
+MAX_IMAGE_BYTES = 3 * MAX_PIXEL_BYTES // 2
+"""Maximum size of a request's images in base64, as PNG files that are not smaller than their pixels."""
+KEPT_IMAGES = 16
+"""Decoded images kept for further questions; the responses of a group have the same images."""
+
+
+class TextPart(msgspec.Struct, forbid_unknown_fields=True, tag_field="type", tag="text"):
+    """A text in a message's content."""
+
+    text: str
+
+
+class ImageUrl(msgspec.Struct, forbid_unknown_fields=True):
+    """An image file as a data URL. `detail` is ignored."""
+
+    url: str
+    detail: str = "auto"
+
+
+class ImageUrlPart(msgspec.Struct, forbid_unknown_fields=True, tag_field="type", tag="image_url"):
+    """An image in a message's content."""
+
+    image_url: ImageUrl
 
 
 class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
     """A message in a request."""
 
     role: str
-    content: str
+    content: str | list[TextPart | ImageUrlPart]
 
 
 class ChatRequest(msgspec.Struct, forbid_unknown_fields=True):
@@ -61,7 +91,9 @@ class JudgeRole:
         config, rank = worker.config.of_judge(), worker.world.rank
         assert config.model.path is not None, "checked before the start"
         path = Path(config.model.path)
-        self._tokenizer = AutoTokenizer.from_pretrained(path)
+        self._vision = None if why_judge_sees_nothing(worker.config) else read_vision_of(path)
+        self._tokenizer = bind(AutoTokenizer.from_pretrained(path), {}, self._vision)
+        self._image = functools.lru_cache(maxsize=KEPT_IMAGES)(self._read_image)
         _check_template(self._tokenizer, path)
         self._end_ids = end_ids(self._tokenizer)
         make = GEN_ENGINES[config.gen_engine].load()
@@ -76,7 +108,8 @@ class JudgeRole:
         self._load = Load("judge", self.engine.max_num_seqs)
         world = worker.world
         most = config.generator.most_requests
-        self._service = Service(world.address, world.token, {PATH: ChatRequest}, most, world.mailbox_server.wakeup.set)
+        wake, max_bytes = world.mailbox_server.wakeup.set, MAX_BYTES + (MAX_IMAGE_BYTES if self._vision else 0)
+        self._service = Service(world.address, world.token, {PATH: ChatRequest}, most, wake, max_bytes)
         self.url = self._service.url
 
     @property
@@ -117,23 +150,48 @@ class JudgeRole:
     def _admit(self, question: Question) -> None:
         asked: ChatRequest = question.asked
         try:
-            messages = [msgspec.to_builtins(message) for message in asked.messages]
+            messages, images = self._with_marks(asked.messages)
             text = render(self._tokenizer, messages, None, **asked.chat_template_kwargs)
-            ids = encode(self._tokenizer, text)
+            ids, media = encode_with_images(self._tokenizer, text, images)
             if len(ids) > self._most_prompt:
-                raise ValueError(f"the question has {len(ids)} tokens, judge.max_prompt_tokens={self._most_prompt}")
+                of_images = f", {sum(image.length for image in media)} of them of images" if media else ""
+                limit = f"judge.max_prompt_tokens={self._most_prompt}"
+                raise ValueError(f"the question has {len(ids)} tokens{of_images}, {limit}")
             max_tokens = self._most_new if asked.max_tokens is None else asked.max_tokens
             if max_tokens > self._most_new:
                 raise ValueError(f"max_tokens is {max_tokens}, judge.max_new_tokens={self._most_new}")
             limits = asked.top_p, asked.top_k, asked.min_p, tuple(asked.stop)
             params = SamplingParams(max_tokens, asked.temperature, *limits, stop_token_ids=self._end_ids)
-            seed = asked.seed if asked.seed is not None else _seed_of(ids)
-            self.engine.add([Request(self._num_asked, ids, params, seed)])
+            seed = asked.seed if asked.seed is not None else _seed_of(ids, media)
+            self.engine.add([Request(self._num_asked, ids, params, seed, media=media)])
         except Exception as error:  # from a template, which runs code of the model's folder, or from the engine
             question.refuse(f"{type(error).__name__}: {error}")
             return
         self._questions[self._num_asked], self._prompts[self._num_asked] = question, ids[-TAIL_TOKENS:]
         self._num_asked += 1
+
+    def _with_marks(self, asked: Sequence[ChatMessage]) -> tuple[list[dict[str, Any]], list[Medium]]:
+        """Messages with an IMAGE_MARK for each image, and the images. ValueError if one cannot be read."""
+        messages: list[dict[str, Any]] = []
+        images: list[Medium] = []
+        for message in asked:
+            content = ""
+            for part in [TextPart(message.content)] if isinstance(message.content, str) else message.content:
+                if isinstance(part, TextPart):
+                    content += part.text.replace(IMAGE_MARK, "")
+                else:
+                    content += IMAGE_MARK
+                    images += self._image(part.image_url.url)
+            messages.append({"role": message.role, "content": content})
+        return messages, images
+
+    def _read_image(self, url: str) -> tuple[Medium, ...]:
+        """The image of a data URL as the judge's model sees it. ValueError if it cannot be read."""
+        if self._vision is None:
+            raise ValueError("the question has images, but the judge takes none")
+        if not url.startswith("data:"):
+            raise ValueError("image_url: only data URLs are read")
+        return read_images(read_parts([ImagePart(url, "image_url")], Path()), self._vision)
 
 
 def _completion(output: Output, text: str) -> dict[str, Any]:
@@ -142,9 +200,10 @@ def _completion(output: Output, text: str) -> dict[str, Any]:
     return {"object": "chat.completion", "choices": [choice], "usage": {"completion_tokens": len(output.token_ids)}}
 
 
-def _seed_of(ids: list[int]) -> int:
+def _seed_of(ids: list[int], media: Sequence[Medium]) -> int:
     """A seed that depends only on the question, so equal questions get equal answers."""
-    return int.from_bytes(hashlib.sha256(str(ids).encode()).digest()[:8], "little")
+    content = str(ids).encode() + b"".join(medium.digest for medium in media)
+    return int.from_bytes(hashlib.sha256(content).digest()[:8], "little")
 
 
 def _check_template(tokenizer: Any, path: Path) -> None:

@@ -11,11 +11,12 @@ import numpy as np
 
 from hpcrl.messaging.messages import AwaitGroup, DropAwaiting, Response, Scored, ScoredSample, ScoreGroup
 from hpcrl.rewards.reward import RewardItem, Score
+from hpcrl.rewards.seeing import why_judge_sees_nothing
 from hpcrl.rewards.services import Services
 from hpcrl.rewards.serving.pool import RewardPool
 from hpcrl.rewards.serving.protocol import turns_of
 from hpcrl.rollout.types import TOKEN_REWARD
-from hpcrl.spec.media import IMAGE_MARK, WRITTEN_MARK
+from hpcrl.spec.media import IMAGE_MARK, WRITTEN_MARK, by_picture
 from hpcrl.workers.role import Rank
 
 SCORES = 512
@@ -44,7 +45,7 @@ class RewardRole:
 
     def poll(self) -> bool:
         arrived = self._worker.world.mailbox.receive(Response)
-        self._arrived += map(_item, arrived)
+        self._arrived += map(item_of, arrived)
         self._sort()
         scores = self._pool.poll()
         for start in range(0, len(scores), SCORES):
@@ -80,7 +81,9 @@ class RewardRole:
 def _services(worker: Rank) -> Services:
     config = worker.config
     models = {"judge": f"{config.judge.path} {config.judge.engine} {config.judge.dtype}"}
-    return Services(worker.services, models, worker.world.token, config.seed if config.deterministic else None)
+    seed = config.seed if config.deterministic else None
+    seeing = ["judge"] if config.asks("judge") and not why_judge_sees_nothing(config) else []
+    return Services(worker.services, models, worker.world.token, seed, seeing)
 
 
 def _scored(sample: int, score: Score) -> ScoredSample:
@@ -89,7 +92,8 @@ def _scored(sample: int, score: Score) -> ScoredSample:
     return ScoredSample(sample, float(score.reward), float(score.score), score.error, score.metrics, *parts)
 
 
-def _item(response: Response) -> RewardItem:
+def item_of(response: Response) -> RewardItem:
+    """The item to score for a response."""
     meta = json.loads(response.meta.replace(IMAGE_MARK.encode(), WRITTEN_MARK.encode()))
     return RewardItem(
         response.sample,
@@ -102,4 +106,5 @@ def _item(response: Response) -> RewardItem:
         array("i", response.token_ids),
         turns_of(response.earlier),
         meta.get("messages", ()),
+        [picture[-1] for picture in by_picture(response.media)],
     )

@@ -21,7 +21,7 @@ import msgspec
 from hpcrl.rewards.services import LOAD_HEADER
 
 MAX_BYTES = 8 << 20
-"""Maximum request size; the four texts that a judge gets have at most 4 MiB in ASCII."""
+"""Maximum request size without images; the four texts that a judge gets have at most 4 MiB in ASCII."""
 MAX_CONNECTIONS = 2048
 READ_S = 30.0
 """Timeout for the next bytes of a request."""
@@ -61,12 +61,21 @@ class Service:
         paths: Maps each URL path to the type of the JSON object that is posted to it.
         most: Maximum number of open questions. Further questions are refused with status 503.
         wake: Called in another thread when a question arrives.
+        max_bytes: Maximum request size.
     """
 
-    def __init__(self, address: str, token: str, paths: Mapping[str, type[msgspec.Struct]], most: int, wake: Any):
+    def __init__(
+        self,
+        address: str,
+        token: str,
+        paths: Mapping[str, type[msgspec.Struct]],
+        most: int,
+        wake: Any,
+        max_bytes: int = MAX_BYTES,
+    ):
         self._arrived: queue.Queue[Question] = queue.Queue()
         self._decoders = {path: msgspec.json.Decoder(kind) for path, kind in paths.items()}
-        self._token, self._most, self._wake = token, most, wake
+        self._token, self._most, self._wake, self._max_bytes = token, most, wake, max_bytes
         self._open, self._lock = 0, threading.Lock()
         self._refused = 0
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -109,8 +118,8 @@ class Service:
         length = given.get("Content-Length", "")
         if not length.isdecimal():
             return _error(411, "a request needs a Content-Length")
-        if int(length) > MAX_BYTES:
-            return _error(413, f"a request has at most {MAX_BYTES} bytes")
+        if int(length) > self._max_bytes:
+            return _error(413, f"a request has at most {self._max_bytes} bytes")
         body = read(int(length))
         if len(body) < int(length):
             return None

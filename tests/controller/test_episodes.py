@@ -76,6 +76,20 @@ def test_an_episode_of_images_shows_them_in_their_messages_and_as_a_film(tmp_pat
     assert film.convert("RGB").getpixel((5, 5)) == (200, 0, 0)
 
 
+def test_the_last_observation_has_its_own_images(tmp_path: Path) -> None:
+    """Of more images than pages show, the dialogue has the first; the last observation's image stays at its place."""
+    said = [("user", "<image>"), ("assistant", "Up"), ("user", "<image>"), ("assistant", "Left")]
+    first, last = (Medium(IMAGE, bytes([n, 0, 0] * 6), 3, 2) for n in (9, 200))
+    messages = [{"role": role, "content": content} for role, content in said]
+    end = [{"role": "user", "content": "the goal: <image>"}]
+    paths = write_episode(tmp_path, "best", Episode(messages, [0.0, 1.0], 1.0, 1.0, "", [first], end, [last]))
+    heads = [part.count("<img ") for part in paths[1].read_text().split("<div ")[1:]]
+    assert heads == [1, 0, 0, 0, 1] and "the goal: <image>" in paths[0].read_text()
+    film = Image.open(paths[3])
+    film.seek(1)
+    assert film.n_frames == 2 and film.convert("RGB").getpixel((5, 5)) == (200, 0, 0)
+
+
 @pytest.mark.parametrize("messages", [["What is it?"], ["a\nb", "P_\n_G"]])
 def test_fewer_than_two_grids_make_no_pictures(tmp_path: Path, messages: list[str]) -> None:
     shown = Episode([{"role": "user", "content": text} for text in messages], [], 0.0, 0.0, "it raised")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from hpcrl.config import Config, DataConfig, ModelConfig, TinyModel, parse
 from hpcrl.controller.generation import training_sampling
 from hpcrl.data import PromptSource, read_splits
 from hpcrl.data.image_tokens import bound_vision
-from hpcrl.data.media import COLUMN_MARK, MAX_FILE_BYTES, read_images
+from hpcrl.data.media import COLUMN_MARK, HEAD_BYTES, MAX_FILE_BYTES, read_images
 from hpcrl.data.messages import IMAGE_MARK
 from hpcrl.data.rows import Row, RowSet
 from hpcrl.launch.data_summary import check_media
@@ -263,6 +264,34 @@ def test_an_image_missing_when_drawn_drops_only_its_row(tmp_path: Path, tokenize
     assert dropped.outcome is PromptOutcome.FAILED and "a.png cannot be read: No such file" in dropped.reason
     with pytest.raises(ValueError, match=r"rows.jsonl:1: images\[0\]: .*a.png cannot be read"):
         source.prompt(again.uid)
+
+
+def test_changed_image_files_are_refused_at_a_resume(tmp_path: Path, tokenizer: Any, write_jsonl: Any) -> None:
+    """As changed rows are, also if a file's size is the same. A new copy of equal files continues the run."""
+    (tmp_path / "a.png").write_bytes(FIRST)
+    (tmp_path / "large.bmp").write_bytes(b"BM" + bytes(2 * HEAD_BYTES))
+    url = "data:image/png;base64," + base64.b64encode(SECOND).decode()
+    rows = [{"prompt": "a", "images": ["a.png", url]}, {"prompt": "b"}, {"prompt": "c", "image": "large.bmp"}]
+    config = DataConfig(train=[write_jsonl("text.jsonl", {"prompt": "d"}), write_jsonl("rows.jsonl", *rows)])
+
+    def source() -> PromptSource:
+        return PromptSource(config, "train", tokenizer, 0, batch_size=1)
+
+    state = json.loads(json.dumps(source().state_dict()))
+    assert [key for key in state["data"] if key.startswith("image")] == [f"image files of 1 {config.train[1]}"]
+    os.utime(tmp_path / "a.png", (0, 0))
+    source().load_state_dict(state)
+    assert len(THIRD) == len(FIRST)
+    changes = {"a.png": THIRD, "large.bmp": b"BM" + bytes(2 * HEAD_BYTES + 1)}
+    for name, content in changes.items():
+        before = (tmp_path / name).read_bytes()
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ValueError, match=r"data.train: image files of 1 .*rows\.jsonl differs from the checkpoint"):
+            source().load_state_dict(state)
+        (tmp_path / name).write_bytes(before)
+    (tmp_path / "a.png").unlink()
+    with pytest.raises(ValueError, match=r"rows.jsonl:1: images\[0\]: .*a.png cannot be read: No such file"):
+        source()
 
 
 def test_the_cursor_contains_no_media(tmp_path: Path, tokenizer: Any, write_jsonl: Any) -> None:

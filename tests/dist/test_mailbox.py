@@ -6,9 +6,10 @@ import time
 
 import pytest
 
-from hpcrl.messaging.mailbox import CHUNK_BYTES
-from hpcrl.messaging.messages import EnvObservation, Response
+from hpcrl.messaging.mailbox import CHUNK_BYTES, MailItem, _chunks
+from hpcrl.messaging.messages import EnvObservation, Response, Turn
 from hpcrl.messaging.world import World
+from hpcrl.spec.media import IMAGE, Medium
 from tests.dist.conftest import Threads
 
 
@@ -47,6 +48,21 @@ def test_items_arrive_in_order_by_kind(worlds: list[World]) -> None:
     assert [item for item in got if item.sample != 9] == sent
     assert response(9) in got
     assert worlds[2].mailbox.receive(Response) == []
+
+
+def test_pixels_count_in_the_size_of_a_message() -> None:
+    """Three pictures of .4 MiB are more than a message of about 1 MiB, five tokens are not."""
+    media = (Medium(IMAGE, bytes(2 * CHUNK_BYTES // 5), 1, 1),)
+    items: dict[type, list[MailItem]] = {
+        Response: [Response(n, "maths", "4", b"{}", "stop", media=media) for n in range(5)],
+        Turn: [Turn(n, "maths", "", b"{}", "stop", 1, media=media) for n in range(5)],
+        EnvObservation: [EnvObservation(n, bytes(4), b"[]", media) for n in range(5)],
+    }
+    for kind, sent in items.items():
+        chunks = list(_chunks(sent))
+        assert [len(chunk) for chunk in chunks] == [2, 2, 1], kind
+        assert [item for chunk in chunks for item in chunk] == sent
+    assert [len(chunk) for chunk in _chunks([EnvObservation(n, bytes(4), b"[]") for n in range(5)])] == [5]
 
 
 def test_a_too_large_item_is_refused_with_its_size_and_the_next_arrives(worlds: list[World]) -> None:

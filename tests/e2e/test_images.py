@@ -65,11 +65,14 @@ def test_a_kill_changes_nothing(tmp_path: Path, warm: Path) -> None:
 
 
 def test_rollouts_ahead_of_training_keep_their_images(tmp_path: Path, warm: Path) -> None:
-    """Generators of their own, weights that arrive in the middle of responses, and prompts of more than a step."""
-    ahead = (
-        "layout=disaggregated rollout.max_staleness=1 rollout.on_new_weights=recompute generator.decode_chunk_tokens=1"
-    )
+    """Generators of their own, weights that arrive in the middle of responses, prompts of more than a step, and
+    redundant prompts and responses."""
+    ahead = """
+    layout=disaggregated rollout.max_staleness=1 rollout.on_new_weights=recompute generator.decode_chunk_tokens=1
+    rollout.extra_prompts=2 rollout.extra_members=1 generator.max_num_seqs=16
+    """
     words = [*SHORT, "deterministic=false", f"model.path={warm}", *ahead.split()]
     rows = run(tmp_path / "run", *words)
     assert any(row.get("scheduler/staleness/max") for row in rows), "some rollouts are of earlier weights"
+    assert sum(row.get("scheduler/redundant") or 0 for row in rows) > 0
     assert max(row["mismatch/diff/max"] for row in rows[1:] if row.get("mismatch/diff/max") is not None) < 1e-3

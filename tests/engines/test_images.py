@@ -82,6 +82,11 @@ def batch_of(vision: Vision) -> Batch:
 def separately(folder: Path, batch: Batch, family: str) -> tuple[Tensor, dict[str, Tensor]]:
     """Log-probs of transformers' model and its own processor, a row at a time; gradients of the loss of Weighted."""
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
+    return row_by_row(model, folder, batch)
+
+
+def row_by_row(model: Any, folder: Path, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+    """As separately(), of a model in memory."""
     processor = Qwen2VLImageProcessorPil.from_pretrained(folder)
     found, cu = [], batch.cu("images").tolist()
     for row, tokens in enumerate(batch.token_ids.split(batch.lengths.tolist())):
@@ -92,7 +97,9 @@ def separately(folder: Path, batch: Batch, family: str) -> tuple[Tensor, dict[st
             given["mm_token_type_ids"] = (tokens[None] == PAD).int()
         logits = model(input_ids=tokens[None], use_cache=False, **given).logits[0, :-1]
         found += [torch.zeros(1), logits.log_softmax(-1).gather(1, tokens[1:, None])[:, 0]]
-        model.model.rope_deltas = None
+        for module in model.modules():
+            if hasattr(module, "rope_deltas"):
+                module.rope_deltas = None
     logprobs = torch.cat(found) * batch.loss_mask
     weights = torch.cos(batch.token_ids.float() + batch.position_ids) + 0.5  # as in Weighted
     (-(logprobs * weights)[batch.loss_mask].sum() / batch.loss_mask.sum()).backward()

@@ -5,6 +5,7 @@ vLLM runs in a process of its own, since its classes of vision-language models i
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -17,17 +18,22 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForImageTextToText
 
+from hpcrl.config import LoRAConfig
 from hpcrl.engines.gen.checks import check_requests
 from hpcrl.engines.gen.generation_engine import PromptRefused
-from hpcrl.models.families import vision_of
+from hpcrl.engines.train.fsdp2.lora import Adapters
+from hpcrl.models.families import read_shape, vision_of
 from hpcrl.models.vision import Vision
+from hpcrl.planner.adapters import adapters
 from hpcrl.spec.media import IMAGE
 from tests.engines.image_requests import Answer, ask, generated, mixed, model_of, of_transformers, second_turn
 from tests.vlm import PAD, make_vlm, noise
 
 ROOT = Path(__file__).resolve().parents[2]
 FAMILIES = ("qwen2_5_vl", "qwen3_vl tied", "qwen3_vl_moe")
+EVERYWHERE = LoRAConfig(rank=8, alpha=16.0, parts=["decoder", "vision", "merger"])
 
 in_vllm = [
     pytest.mark.slow,
@@ -101,11 +107,38 @@ def answers(folder: Path) -> tuple[list[Answer], list[int]]:
     return found, first_calls
 
 
+def adapter_weights(folder: Path) -> dict[str, torch.Tensor]:
+    """Random adapters of all linear layers."""
+    shape, generator = read_shape(json.loads((folder / "config.json").read_text())), torch.Generator().manual_seed(5)
+    sizes = {p.name: p.shape for p in adapters(EVERYWHERE, shape)}
+    return {name: 0.1 * torch.randn(size, generator=generator) for name, size in sizes.items()}
+
+
+def with_adapters(folder: Path) -> list[Answer]:
+    """The answers of vLLM's engine with adapters in tower, merger and decoder."""
+    from hpcrl.engines.gen.vllm.engine import VLLMEngine
+    from tests.contracts.gen.vllm import leave_groups
+
+    vision = vision_of(folder)
+    assert vision is not None
+    sizes: dict[str, Any] = {"max_num_seqs": 8, "max_length": 256, "cache_bytes": 1 << 24}
+    engine = VLLMEngine(folder, dtype="float32", lora=EVERYWHERE, load=False, **sizes)
+    engine.load_weights(((name, torch.zeros_like(t)) for name, t in adapter_weights(folder).items()), 0)
+    generated(engine, mixed(vision, 0))  # features of the tower without adapters, which must not be used again
+    engine.load_weights(adapter_weights(folder).items(), 1)
+    requests = mixed(vision, 20)
+    found = [Answer("adapters", *pair, (0, 0)) for pair in zip(requests, generated(engine, requests), strict=True)]
+    engine.close()
+    leave_groups()
+    return found
+
+
 def main(work: str) -> None:
     """Write the answers for all families, in the process of vLLM."""
     torch.set_num_threads(1)
     found = {family: answers(make_folder(family, Path(work) / family)) for family in FAMILIES}
     torch.save(found, f"{work}/answers")
+    torch.save(with_adapters(Path(work) / FAMILIES[0]), f"{work}/adapted")
     sys.stdout.flush()
     os._exit(0)  # vLLM's threads may not end
 
@@ -134,6 +167,15 @@ def test_responses_have_transformers_log_probs(family: str, work: Path) -> None:
         error = np.abs(answer.output.gen_logprobs - wanted)[answer.first :].max()
         assert error < 1e-5, f"{answer.case}, request {answer.request.id}: {error}"
     assert sum(calls) == 2 * 4 * 42 + 4 * 4, "the tower computes each of the three images once, also for a group"
+
+
+@pytest.mark.parametrize("family", [pytest.param(FAMILIES[0], marks=in_vllm)])
+def test_adapters_of_the_tower_change_what_it_sees(family: str, work: Path) -> None:
+    folder = work / family
+    model: Any = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+    model.load_state_dict(Adapters(EVERYWHERE).merged(dict(model.state_dict()) | adapter_weights(folder)))
+    for answer in torch.load(work / "adapted", weights_only=False):
+        assert np.abs(answer.output.gen_logprobs - of_transformers(folder, model, answer)).max() < 1e-5
 
 
 UNIT = Vision(patch=14, merge=2, min_pixels=28 * 28, max_pixels=28 * 28 * 64, image_token_id=PAD)

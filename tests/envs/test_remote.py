@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -117,6 +118,46 @@ def test_images_pass_a_server_as_data_urls() -> None:
         (seen,) = crops.step(f"<tool_call>{json.dumps(call)}</tool_call>")[0]
         assert seen["content"].startswith("Image 2, 56 x 56 pixels") and len(seen["images"]) == 1
         crops.close()
+
+
+class Shows:
+    """Shows the images of its row, and a file of its own machine."""
+
+    own = ""
+
+    def __init__(self, images: list[str]):
+        self._images = images
+
+    def reset(self, seed: int) -> tuple[Any, dict[str, Any]]:
+        return [{"role": "user", "content": "", "images": [*self._images, self.own]}], {}
+
+    step = Noted.step
+
+
+def test_paths_of_images_become_files_in_both_directions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A path names a file of one machine only."""
+    contents = [b"\x89PNG" + bytes([number]) for number in range(4)]
+    urls = [f"data:application/octet-stream;base64,{base64.b64encode(content).decode()}" for content in contents]
+    (tmp_path / "row.png").write_bytes(contents[0])
+    (tmp_path / "server.png").write_bytes(contents[3])
+    monkeypatch.setattr(Shows, "own", str(tmp_path / "server.png"))
+    shows = {"name": "class", "class_path": "tests.envs.test_remote:Shows"}
+    with serving(default=shows) as url:
+        config = EnvConfig(name="remote", options={"url": url, "retry_s": 0.0})
+        row = ROW | {"extra": {"images": [str(tmp_path / "row.png"), urls[1], contents[2]]}}
+        made = Waiting(make_env(config, row))
+        [message] = made.reset(0)[0]
+        assert message["images"] == urls
+        made.close()
+        monkeypatch.setattr(Shows, "own", str(tmp_path / "gone.png"))
+        with pytest.raises(RemoteEnvError, match=r"FileNotFoundError: .*gone\.png"):
+            made.reset(0)
+        gone = Waiting(make_env(config, ROW | {"extra": {"images": [str(tmp_path / "gone.png")]}}))
+        with pytest.raises(FileNotFoundError, match=r"gone\.png"):
+            gone.reset(0)
+    for path in ("/etc/hostname", "file:///etc/hostname"):
+        with pytest.raises(TypeError, match=f"the server sent the path of an image, '{path}', instead of a data URL"):
+            client._own([{"role": "user", "content": "", "images": [path]}])
 
 
 def test_a_server_can_play_asynchronous_environments() -> None:

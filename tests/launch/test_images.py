@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -224,6 +225,63 @@ def test_an_environment_that_shows_images_needs_a_model_that_takes_them(
     assert main([*words, SEEING, "generator.engine=sglang", "dry_run=true"]) == ExitCode.BAD_INPUT
     (line,) = capsys.readouterr().err.splitlines()
     assert "shows images, which the sglang generator does not take; use generator.engine=native" in line, line
+
+
+def as_override(value: Any) -> str:
+    """In Hydra's syntax, where keys have no quotes."""
+    return re.sub(r'"(\w+)":', r"\1:", json.dumps(value))
+
+
+JUDGED = ("rollout.max_new_tokens=3", "data.max_prompt_tokens=40", "run_dir=run", "dry_run=true", SEEING)
+
+
+@pytest.mark.parametrize(
+    ("judge", "note", "problem"),
+    [
+        ({"url": "http://j/v1", "model": "m"}, " if its model takes images, set KEY.images=true", ""),
+        ({"url": "http://j/v1", "model": "m", "images": False}, "", ""),
+        ({"url": "http://j/v1", "model": "m", "images": True}, "", ""),
+        ({"role": "judge"}, ": judge.path text takes none", ""),
+        ({"role": "judge", "composed": True}, ": judge.path text takes none", ""),
+        ({"role": "judge", "images": False}, "", ""),
+        ({"role": "judge", "images": True}, "", "KEY.images: true, but judge.path text takes none"),
+        ({"role": "judge", "path": "seeing", "images": True}, "", ""),
+        ({"role": "judge", "path": "seeing"}, "", ""),
+        (
+            {"role": "judge", "path": "seeing", "engine": "sglang", "images": True},
+            "",
+            "KEY.images: true, but judge.engine=sglang takes none; use judge.engine=native or vllm",
+        ),
+    ],
+)
+def test_a_judge_that_does_not_see_the_rows_images_is_named(
+    judge: dict[str, Any], note: str, problem: str, at: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, architecture in (("text", "qwen2"), ("seeing", "qwen2_5_vl")):
+        make_tiny_model(TinyModel(architecture=architecture), at / name)
+    capsys.readouterr()
+    judge = dict(judge)
+    path, engine, composed = judge.pop("path", "text"), judge.pop("engine", "native"), judge.pop("composed", False)
+    options = {"judges": {"own": judge}}
+    section: dict[str, Any] = {"name": "judge", "options": options}
+    key = "reward.default.options.judges.own"
+    if composed:
+        section = {"name": "composed", "options": {"parts": {"grade": section}}}
+        key = "reward.default.options.parts.grade.options.judges.own"
+    (at / "rows.jsonl").write_text("\n".join(json.dumps(line) for line in (row(), row("small.png"))))
+    of_role = (
+        [f"judge.path={path}", f"judge.engine={engine}", "judge.max_prompt_tokens=2000"] if "role" in judge else []
+    )
+    words = ["data.train=rows.jsonl", *JUDGED, *of_role, f"+reward.default={as_override(section)}"]
+    code = ExitCode(main(words))
+    out, err = capsys.readouterr()
+    told = f"rows.jsonl:2: {key} does not see the images of rows (data.train has 1 with images)"
+    assert out.count(told) == bool(note)
+    if problem:
+        assert code == ExitCode.BAD_INPUT and problem.replace("KEY", key) in err, err
+    else:
+        assert code == ExitCode.DONE, err
+        assert note.replace("KEY", key) in " ".join(out.split())
 
 
 def test_the_models_maximum_length_is_read_in_text_config(tmp_path: Path) -> None:

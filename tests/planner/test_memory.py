@@ -399,3 +399,6 @@ def test_adapters_need_no_second_model_and_only_they_are_sent() -> None:
         "trainer.lora.target_modules: query: the model has none, whose linear layers are q_proj, k_proj, v_proj, "
         "o_proj, gate_proj, up_proj, down_proj"
     )
+    config = run(trainer={"lora": {"rank": 2, "parts": ["decoder", "vision"]}})
+    (problem,) = check_sizes(config, RoleLayout.from_config(config), shape)
+    assert problem.text == "trainer.lora.parts: qwen2 has no linear layers in vision; leave it out"

@@ -375,6 +375,7 @@ def test_verls_functions_for_geo3k_score_its_rows(response: str, reward: float, 
     (scored,) = own.score([item])  # type: ignore[misc]
     assert scored.reward == scored.score == pytest.approx(reward)
     assert scored.metrics == {"acc": right, "index": 7.0}
+    assert item.extra["extra_info"] == GEO3K["extra_info"], "as verl gives it to the function"
     scorer = make_reward(RewardConfig(name="function", function=f"{file}:geo3k", options={"format_score": 0.2}))
     (scored,) = scorer.score([item])  # type: ignore[misc]
     assert scored.reward == pytest.approx(0.8 * right + 2 * (reward - 0.9 * right))

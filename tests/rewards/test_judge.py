@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
+import io
 import json
 import re
 import threading
@@ -13,13 +15,16 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from hpcrl.config import RewardConfig, parse
 from hpcrl.rewards.builtin.judge_prompt import FIELDS, TEMPLATE, Scale, harmless, messages
 from hpcrl.rewards.reward import RewardItem, Score, make_reward
 from hpcrl.rewards.serving.endpoint import in_cluster
 from hpcrl.rewards.serving.pool import RewardPool
+from hpcrl.spec.media import IMAGE, Medium
 
 
 class Pieces(list[str]):
@@ -98,7 +103,8 @@ def verdict(value: object) -> Callable[[dict[str, Any], int], str]:
 
 
 def asked_line(body: dict[str, Any]) -> str:
-    return str(body["messages"][-1]["content"].splitlines()[-1])
+    content = body["messages"][-1]["content"]
+    return str((content if isinstance(content, str) else content[-1]["text"]).splitlines()[-1])
 
 
 def judge(judges: dict[str, Any], response: str = "4", timeout_s: float = 20.0, **options: Any) -> Score:
@@ -140,6 +146,34 @@ def test_the_request_to_a_judge(serve: Any, tmp_path: Path, monkeypatch: pytest.
     assert asked.startswith(f"Only short ones.\n<<prompt {nonce}>>\nWhat is 2+2?\n<<end of prompt {nonce}>>\n")
     assert f"<<response {nonce}>>\n{{answer}}\n<<end of response {nonce}>> {{other}}" in asked, "filled in once"
     assert nonce in body["messages"][0]["content"] and "where V is yes or no" in asked
+
+
+def test_a_judge_with_images_gets_the_pixels_that_the_model_saw(serve: Any, tmp_path: Path) -> None:
+    server = serve(verdict(7))
+    pixels = np.random.default_rng(0).integers(0, 256, (2, 3, 4, 3), dtype=np.uint8)
+    images = [Medium(IMAGE, each.tobytes(), width=4, height=3) for each in pixels]
+    judges = {"sees": {**server.judge, "images": True}, "reads": server.judge}
+    config = RewardConfig(name="judge", options={"judges": judges, "cache": str(tmp_path)})
+    items = [
+        RewardItem(1, "d", "<image><image>How many?", "<image>", images=shown)
+        for shown in (images, images[::-1], images, ())
+    ]
+    for item in items:
+        [score] = asyncio.run(make_reward(config).score([item]))  # type: ignore[arg-type]
+        assert (score.reward, score.error) == (0.7, "")
+    asked = [body["messages"] for body in server.bodies]
+    parts = [messages for messages in asked if isinstance(messages[1]["content"], list)]
+    assert len(asked) == 3 and len(parts) == 2, "once without, and once per order of the images; the rest is cached"
+    for shown, (system, question) in zip((pixels, pixels[::-1]), parts, strict=True):
+        assert "The images are the prompt's, in its order." in system["content"]
+        *of_images, text = question["content"]
+        assert [part["type"] for part in of_images] == ["image_url"] * 2 and text["type"] == "text"
+        assert text["text"].count("<image>") == 3
+        for part, expected in zip(of_images, shown, strict=True):
+            head, encoded = part["image_url"]["url"].split(",")
+            decoded = Image.open(io.BytesIO(base64.b64decode(encoded)))
+            assert head == "data:image/png;base64" and decoded.format == "PNG"
+            assert np.array_equal(np.asarray(decoded), expected)
 
 
 ATTACK = (

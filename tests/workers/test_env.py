@@ -692,6 +692,22 @@ def test_images_of_a_game_reach_the_generator(
     ids = np.frombuffer(delta.token_ids, np.int32)
     assert (image.width, image.height, image.length) == (84, 84, 9) and (ids == PAD).sum() == 9
     assert (ids[image.start : image.start + 9] == PAD).all() and json.loads(delta.messages)[0]["content"] == IMAGE_MARK
+    # After the last turn, a validation episode's picture is kept for its page.
+    own = make_sample_id(validation_uid(0, 1), 0, 0)
+    play(stage, role, turn(own, "plain", 400))
+    for ended in (False, True):
+        assert play(stage, role, turn(own, room=400)).ended is ended
+    asked = ReadLastObservation([own, sample])
+    kept = role._ends[own]
+    last = role.handlers()[ReadLastObservation](asked, 7)
+    [message] = json.loads(last.texts[0])
+    assert message["content"].startswith("Turn 3, 0 left:\n<image>") and last.texts[1] == ""
+    ((picture,), others) = last.media
+    assert others == () and len(kept.pictures[0].content) < len(picture.content) == 84 * 84 * 3
+    assert picture.content == stage.deltas()[-1].media[0].content, "an invalid action changes nothing"
+    monkeypatch.setattr(role_env, "LAST_PIXEL_BYTES", 84 * 84 * 3)
+    role._ends = {own: kept, sample: kept}
+    assert [len(shown) for shown in role.handlers()[ReadLastObservation](asked, 8).media] == [1, 0]
     monkeypatch.setattr(role_env, "MAX_PIXEL_BYTES", 3 * 84 * 84 - 1)
     ended = play(stage, role, turn(make_sample_id(next(UIDS), 0, 0), "plain", 400))
     assert ended.ended and "have 0.0 MiB of pixels, at most 0 are sent" in ended.result.error

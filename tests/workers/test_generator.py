@@ -7,6 +7,7 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -14,12 +15,14 @@ import torch
 from hpcrl.engines.gen.generation_engine import Output
 from hpcrl.engines.hf_folder import read_safetensors
 from hpcrl.messaging import messages as m
+from hpcrl.rewards.serving.protocol import Item, from_message, to_message
 from hpcrl.rollout.batch import pack
 from hpcrl.rollout.pending import read_pending, write_pending
 from hpcrl.rollout.types import make_sample_id
-from hpcrl.spec.media import Medium
+from hpcrl.spec.media import IMAGE_MARK, Medium
 from hpcrl.spec.trajectory import FIELDS, TEXT, Field, Level, Origin
 from hpcrl.workers.generator import GeneratorRole
+from hpcrl.workers.reward import item_of
 from tests.workers.conftest import Stage
 
 ENVS = {
@@ -217,6 +220,27 @@ def test_domains_with_and_without_environments_share_a_decode_chunk(stage: Stage
     carry_out(role, m.Rescore(SAMPLES[:1], [2]))
     [response] = stage.mail(2, m.Response)
     assert json.loads(response.meta)["extra"] == {"level": 2, "messages": role.samples[SAMPLES[0]].held.messages}
+
+
+def test_a_reward_gets_images_only_if_it_looks_at_them(stage: Stage, role: GeneratorRole) -> None:
+    """And the marks of images in an episode's messages as `<image>`."""
+    stage.heard()
+    stage.mail(2, m.Response)
+    sample = role.samples[SAMPLES[0]]
+    picture = Medium("image", b"\0\0\0", 1, 1, 3, 1)
+    carry_out(role, m.DecodeChunk(8, [2], [1]))
+    sample.prompt.media = (picture,)
+    sample.held.messages[0] = {"role": "user", "content": f"é{IMAGE_MARK}?"}
+    for shows in (False, True):
+        role._shows_images = lambda domain: domain == "d" and shows  # noqa: B023
+        carry_out(role, m.Rescore([sample.id], [2]))
+        [response] = stage.mail(2, m.Response)
+        assert response.media == ((picture,) if shows else ())
+        item = item_of(response)
+        assert item.extra["messages"][0]["content"] == "é<image>?"
+        assert list(item.images) == list(response.media)
+    message = to_message(item)
+    assert list(from_message(msgspec.msgpack.decode(message, type=Item)).images) == [picture]
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,7 +17,10 @@ from typing import Any
 import pytest
 
 from hpcrl.config import RewardConfig, parse
+from hpcrl.engines.gen.generation_engine import Request
 from hpcrl.metrics.stats import flatten
+from hpcrl.models.families import read_vision_of
+from hpcrl.rewards.builtin.judge_prompt import data_url
 from hpcrl.rewards.reward import RewardItem, Score, make_reward
 from hpcrl.rewards.services import Addresses, Services
 from hpcrl.workers.judge import JudgeRole
@@ -24,6 +28,7 @@ from hpcrl.workers.load import Load
 from hpcrl.workers.reward_model import RewardModelRole
 from tests.echo_judge import make_echo_judge
 from tests.engines.test_scalar import make_reward_model
+from tests.vlm import PAD, make_vlm, noise
 
 TOKEN = "sesame"
 JUDGES = {"default": {"name": "judge", "options": {"judges": {"own": {"role": "judge"}}}}}
@@ -144,6 +149,45 @@ def test_an_invalid_request_is_refused_with_the_reason(serving: Any, echo: Path)
     for part, answers in refused.items():
         assert all(status == 400 and part in text for status, text in answers), (part, answers)
     assert rank.role.busy is False
+
+
+def test_a_judge_sees_the_images_of_a_question_as_its_model_does(serving: Any, tmp_path: Path) -> None:
+    """The pictures are on multiples of 28 pixels, so the judge's processor leaves them as they are."""
+    folder = make_vlm("qwen2_5_vl", tmp_path / "model")
+    vision = read_vision_of(folder)
+    assert vision is not None
+    rank = judge(serving, folder, max_prompt_tokens=2000, max_new_tokens=3)
+    asked: list[Request] = []
+    add = rank.role.engine.add
+    rank.role.engine.add = lambda requests: (asked.extend(requests), add(requests))
+    rank.go()
+    images = [noise(56, 28, vision, 1), noise(28, 28, vision, 2)]
+    items = [RewardItem(1, "d", "<image><image>?", "<|image_pad|>", images=shown) for shown in (images, images[:1])]
+    options = {"judges": {"own": {"role": "judge"}}}
+    found = [score([rank.role.url], "judge", options, [item], seeing=["judge"])[0] for item in items]
+    assert [each.error for each in found] == ["own: no verdict in its answer"] * 2, "the model is random"
+    both, first = asked
+    assert [medium.content for medium in both.media] == [image.content for image in images]
+    assert [(medium.start, medium.length) for medium in both.media] == [
+        (start, length) for start, length in [(both.prompt_ids.index(PAD), 2), (both.prompt_ids.index(PAD) + 4, 1)]
+    ], "each between two other tokens"
+    assert both.prompt_ids.count(PAD) == 3 and first.prompt_ids.count(PAD) == 2, "the response's marks are text"
+    assert both.seed != first.seed
+    url = {"type": "image_url", "image_url": {"url": data_url(images[0])}}
+
+    def refused(part: dict[str, Any], of: Serving = rank) -> str:
+        body = {"messages": [{"role": "user", "content": [part, {"type": "text", "text": "V"}]}]}
+        status, text = of.post("/v1/chat/completions", json.dumps(body).encode())
+        assert status == 400
+        return text
+
+    assert "only data URLs are read" in refused({"type": "image_url", "image_url": {"url": "file:///etc/hostname"}})
+    broken = {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgo="}}
+    assert "image_url: it cannot be decoded" in refused(broken) or "not an image" in refused(broken)
+    rank.role._most_prompt = 4
+    assert re.search(r"the question has \d+ tokens, 2 of them of images, judge.max_prompt_tokens=4", refused(url))
+    rank.role._vision = None
+    assert "the question has images, but the judge takes none" in refused({**url, "image_url": {"url": "data:,"}})
 
 
 def test_a_full_rank_refuses_requests_and_requests_of_gone_clients_are_dropped(serving: Any, echo: Path) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Container
 from pathlib import Path
 
 from hpcrl.engines.gen.generation_engine import Request
-from hpcrl.models.families import vision_of
+from hpcrl.models.families import read_vision_of
 from hpcrl.models.vision import Vision
 from hpcrl.spec.image_rows import image_rows, image_spans
 from hpcrl.spec.media import ImageSpan
@@ -19,7 +19,7 @@ def image_properties(model_path: Path, families: Container[str]) -> Vision | Non
     Args:
         families: The values of model_type of models with which the engine takes images.
     """
-    vision = vision_of(model_path)
+    vision = read_vision_of(model_path)
     if vision is None:
         return None
     config = json.loads((model_path / "config.json").read_text())

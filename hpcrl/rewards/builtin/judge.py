@@ -12,12 +12,13 @@ from pathlib import Path
 
 from hpcrl.config import RewardConfig
 from hpcrl.rewards.builtin.exact_match import as_text
-from hpcrl.rewards.builtin.judge_prompt import RUBRIC, TEMPLATE, Scale, harmless, messages
+from hpcrl.rewards.builtin.judge_prompt import RUBRIC, TEMPLATE, Scale, harmless, messages, with_images
 from hpcrl.rewards.grading.extract import after_thinking
 from hpcrl.rewards.reward import Reward, RewardItem, Score
 from hpcrl.rewards.services import NOBODY, Services
 from hpcrl.rewards.serving.endpoint import Cache, Endpoint, EndpointError, content_of
-from hpcrl.rewards.spec import JudgeOptions, JudgeSection
+from hpcrl.rewards.spec import JudgeOptions, JudgeSection, is_shown_images
+from hpcrl.spec.media import Medium
 from hpcrl.spec.options import read_options
 
 SHARE = 0.9
@@ -118,12 +119,18 @@ class JudgeReward(Reward):
             "answer": "" if item.answer is None else as_text(item.answer),
             "response": response,
         }
-        path = self._cache.path(self._identity(judge, material)) if self._cache is not None else None
+        judge_sees = judge.role in self._services.seeing
+        images = item.images if is_shown_images(judge.role, judge.images, judge_sees) else ()
+        path = self._cache.path(self._identity(judge, material, images)) if self._cache is not None else None
         if self._cache is not None and path is not None and (kept := self._cache.read(path)) is not None:
             counts["cached"] += 1
             return kept
         asked, nonce = messages(self._template, material, self._scale, options.max_chars, self._services.seed)
-        body = {"model": judge.model or judge.role, "messages": asked, "temperature": judge.temperature}
+        body = {
+            "model": judge.model or judge.role,
+            "messages": with_images(asked, images),
+            "temperature": judge.temperature,
+        }
         if judge.role is None:
             body["max_tokens"] = judge.max_tokens
         body |= judge.extra_body
@@ -135,13 +142,19 @@ class JudgeReward(Reward):
             self._cache.write(path, verdict)
         return verdict
 
-    def _identity(self, judge: JudgeSection, material: Mapping[str, str]) -> dict[str, object]:
+    def _identity(
+        self, judge: JudgeSection, material: Mapping[str, str], images: Sequence[Medium]
+    ) -> dict[str, object]:
         """Everything that determines a verdict."""
         texts = {name: harmless(text, self.options.max_chars) for name, text in material.items()}
-        model = {**judge.model_dump(exclude={"api_key_env", "max_requests_per_s"}), "scale": vars(self._scale)}
+        model = {
+            **judge.model_dump(exclude={"api_key_env", "max_requests_per_s", "images"}),
+            "scale": vars(self._scale),
+        }
         if judge.role is not None:
             model |= {"model": self._services.models[judge.role]}
-        return {"judge": model, "template": self._template, **texts}
+        seen = {"images": [image.digest.hex() for image in images]} if images else {}
+        return {"judge": model, "template": self._template, **texts, **seen}
 
 
 def _majority(votes: list[float], threshold: float) -> float:

@@ -8,16 +8,23 @@ content can still persuade a judge: no marking prevents that.
 
 from __future__ import annotations
 
+import base64
+import functools
 import hashlib
+import io
 import itertools
 import json
 import re
 import secrets
 import unicodedata
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+from PIL import Image
 
 from hpcrl.rewards.grading.extract import after_thinking
+from hpcrl.spec.media import Medium
 
 FIELDS = ("rubric", "prompt", "answer", "response")
 TEMPLATE = """\
@@ -90,6 +97,25 @@ def _nonces(seed: int | None, template: str, texts: Mapping[str, str]) -> Iterat
     for attempt in itertools.count():
         told = json.dumps([seed, attempt, template, texts], sort_keys=True).encode()
         yield secrets.token_hex(4) if seed is None else hashlib.sha256(told).hexdigest()[:8]
+
+
+@functools.lru_cache(maxsize=64)
+def data_url(image: Medium) -> str:
+    """An image as a PNG in a data URL. Responses of a group have the same images."""
+    content = io.BytesIO()
+    Image.frombytes("RGB", (image.width, image.height), image.content).save(content, "PNG", compress_level=1)
+    return f"data:image/png;base64,{base64.b64encode(content.getvalue()).decode()}"
+
+
+def with_images(asked: Sequence[Mapping[str, str]], images: Sequence[Medium]) -> list[dict[str, Any]]:
+    """The messages of a request with the images before the text of the last message."""
+    if not images:
+        return [dict(message) for message in asked]
+    system, question = asked
+    said = " The images are the prompt's, in its order. What is written in them is material to be graded as well."
+    parts: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": data_url(image)}} for image in images]
+    parts.append({"type": "text", "text": question["content"]})
+    return [{**system, "content": system["content"] + said}, {**question, "content": parts}]
 
 
 def messages(

@@ -12,6 +12,7 @@ import msgspec
 
 from hpcrl.rewards.reward import ModelTurn, RewardItem
 from hpcrl.rewards.services import NOBODY, Services
+from hpcrl.spec.media import Medium
 
 LENGTH = struct.Struct("<I")
 
@@ -29,6 +30,7 @@ class Item(msgspec.Struct, array_like=True):
     token_ids: bytes
     earlier: list[tuple[str, bytes]]
     messages: list[dict[str, Any]] = []
+    images: list[Medium] = []
 
 
 def to_message(item: RewardItem) -> bytes:
@@ -36,7 +38,8 @@ def to_message(item: RewardItem) -> bytes:
     fields = (item.sample_id, item.domain, item.prompt, item.response, item.answer, item.extra, item.finish_reason)
     earlier = [(turn.text, array("i", turn.token_ids).tobytes()) for turn in item.earlier]
     messages = list(map(dict, item.messages))
-    return msgspec.msgpack.encode(Item(*fields, array("i", item.token_ids).tobytes(), earlier, messages))
+    ids = array("i", item.token_ids).tobytes()
+    return msgspec.msgpack.encode(Item(*fields, ids, earlier, messages, list(item.images)))
 
 
 def content_of(item: RewardItem, message: bytes) -> bytes:
@@ -48,7 +51,7 @@ def content_of(item: RewardItem, message: bytes) -> bytes:
 def from_message(item: Item) -> RewardItem:
     """The inverse of to_message()."""
     fields = (item.sample_id, item.domain, item.prompt, item.response, item.answer, item.extra, item.finish_reason)
-    return RewardItem(*fields, array("i", item.token_ids), turns_of(item.earlier), item.messages)
+    return RewardItem(*fields, array("i", item.token_ids), turns_of(item.earlier), item.messages, item.images)
 
 
 def turns_of(messages: Sequence[tuple[str, bytes]]) -> tuple[ModelTurn, ...]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hpcrl.engines.gen.native.unsupported import unsupported
-from hpcrl.models.families import NATIVE, family_of, vision_of
+from hpcrl.models.families import NATIVE, family_of, read_vision_of
 from hpcrl.models.mrope import axes_of_pairs
 from hpcrl.models.shape import Decoder
 from hpcrl.models.vision import Vision
@@ -99,7 +99,7 @@ def read_architecture(path: Path) -> Architecture:
         raise ValueError(f"model_type {model_type!r} in {path}/config.json: the native generator runs {NATIVE}")
     from transformers import AutoConfig  # takes a second; fills in the defaults of every family
 
-    config, vision = AutoConfig.from_pretrained(path), vision_of(path)
+    config, vision = AutoConfig.from_pretrained(path), read_vision_of(path)
     tied = config.tie_word_embeddings
     decoder = family_of(config.model_type).decoder  # reads mistral with layer_types as ministral
     assert decoder is not None

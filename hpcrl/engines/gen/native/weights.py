@@ -11,6 +11,7 @@ destination is a contiguous tensor in the trainer's own layout.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 
 from hpcrl.config import LoRAConfig
 from hpcrl.engines.gen.native.architecture import Architecture
+from hpcrl.models.tower import part_of
 from hpcrl.spec.lora import A, B, is_adapter, matches
 
 ALL = slice(None)
@@ -122,6 +124,8 @@ class FusedWeights:
         self.tower = tower
         for name, parameter in tower.named_parameters() if tower is not None else ():
             self._target(f"{TOWER}{name}", parameter.data)
+        if lora is not None and tower is not None:
+            self._adapt_tower(lora, tower)
         parts = {part for name, target in self._targets.items() for part in target.parts or (name,)}
         self._required = parts if lora is None else {name for name in parts if is_adapter(name)}
         if lora is not None:
@@ -227,15 +231,23 @@ class FusedWeights:
         it has one."""
         part = matrix[:, columns].t()
         self._target(f"{name}.weight", part, rotary_heads=rotary_heads)
-        if self._lora is None or not matches(name, self._lora.target_modules):
+        lora = self._lora
+        if lora is None or "decoder" not in lora.parts or not matches(name, lora.target_modules):
             return
         rows, inputs = part.shape
-        found = LowRank(
-            columns, self._empty(self._lora.rank, inputs), self._empty(rows, self._lora.rank), self._lora.scale
-        )
+        found = LowRank(columns, self._empty(lora.rank, inputs), self._empty(rows, lora.rank), lora.scale)
         self._target(name + A, found.first)
         self._target(name + B, found.second, rotary_heads=rotary_heads)
         adapters.append(found)
+
+    def _adapt_tower(self, lora: LoRAConfig, tower: nn.Module) -> None:
+        """Add adapters to the linear layers of the tower's parts, and their targets."""
+        for name, module in tower.named_modules(prefix=TOWER.rstrip(".")):
+            if isinstance(module, nn.Linear) and part_of(name) in lora.parts and matches(name, lora.target_modules):
+                first, second = self._empty(lora.rank, module.in_features), self._empty(module.out_features, lora.rank)
+                self._target(name + A, first)
+                self._target(name + B, second)
+                module.register_forward_hook(functools.partial(_add_low_rank, first, second, lora.scale))
 
     def _norm(self, name: str, *shape: int) -> Tensor:
         """[H] or `shape`: the factors of a norm, which in Gemma's families are weight + 1 in float32."""
@@ -320,6 +332,13 @@ class FusedWeights:
 
 
 WHICH = ("gate", "up", "down")
+
+
+def _add_low_rank(
+    first: Tensor, second: Tensor, scale: float, _: nn.Module, inputs: tuple[Tensor, ...], output: Tensor
+) -> Tensor:
+    """A linear layer's output with its adapter's added."""
+    return output + scale * F.linear(F.linear(inputs[0], first), second)
 
 
 def _in_memory(name: str) -> str:

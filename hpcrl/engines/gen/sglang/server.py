@@ -16,7 +16,7 @@ import msgspec
 import torch
 
 from hpcrl.engines.gen.sglang.images import Images
-from hpcrl.models.families import vision_of
+from hpcrl.models.families import read_vision_of
 from hpcrl.spec.media import ImageSpan
 
 NOT_KEPT = "selected a token outside its captured sampling support"
@@ -54,7 +54,7 @@ class Server:
 
         self._engine = sglang.Engine(**arguments)
         self._updating = False
-        vision = vision_of(Path(arguments["model_path"]))
+        vision = read_vision_of(Path(arguments["model_path"]))
         self._images = Images(vision, getattr(torch, arguments["dtype"])) if vision is not None else None
 
     def call(self, name: str, *arguments: Any) -> Any:

@@ -10,6 +10,8 @@ import torch
 
 from hpcrl.config import LoRAConfig
 from hpcrl.models.families import read_shape
+from hpcrl.models.shape import ModelShape
+from hpcrl.models.tower import PREFIX
 from hpcrl.planner.adapters import adapters
 from hpcrl.spec.lora import adapted
 
@@ -26,15 +28,27 @@ def arguments(lora: LoRAConfig, model_path: Path) -> dict[str, Any]:
     if shape.expert_layers and not torch.cuda.is_available():
         text = f"vLLM on a CPU runs no mixture of experts ({shape.family}) with trainer.lora"
         raise ValueError(f"generator.engine: {text}; use generator.engine=native, or trainer.lora.rank=0")
-    # Without this list, vLLM would also wrap the vocabulary's matrices and experts.
-    targets = {adapted(p.name).split(".")[-2] for p in adapters(lora, shape)}
     return {
         "enable_lora": True,
+        "enable_tower_connector_lora": bool({"vision", "merger"}.intersection(lora.parts)),
         "max_loras": 1,
         "max_cpu_loras": 1,
         "max_lora_rank": next(size for size in sizes if size >= lora.rank),
-        "lora_target_modules": sorted(targets),
+        # Without this list, vLLM would also wrap the vocabulary's matrices and experts.
+        "lora_target_modules": _targets(lora, shape),
     }
+
+
+def _targets(lora: LoRAConfig, shape: ModelShape) -> list[str]:
+    """The last parts of the layers' names. If the tower's convolution or a block has the same, vLLM's full names
+    instead, since vLLM refuses layers that are not linear."""
+    others = {p.name.split(".")[-2] for p in shape.parameters if p.name.startswith(PREFIX) and len(p.shape) > 2}
+    modules = {adapted(p.name).removesuffix(".weight") for p in adapters(lora, shape)}
+    found = set()
+    for module in modules:
+        last = module.rpartition(".")[2]
+        found.add(module.removeprefix("model.") if last in others or last.isdigit() else last)
+    return sorted(found)
 
 
 class Adapter:

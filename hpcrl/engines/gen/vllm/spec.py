@@ -36,7 +36,10 @@ OWN = {
     "enable_sleep_mode": "layout.generator",
     "seed": "seed",
     **dict.fromkeys(
-        ("enable_lora", "max_loras", "max_cpu_loras", "max_lora_rank", "lora_target_modules", "lora_dtype"),
+        (
+            *("enable_lora", "max_loras", "max_cpu_loras", "max_lora_rank", "lora_target_modules", "lora_dtype"),
+            "enable_tower_connector_lora",
+        ),
         "trainer.lora",
     ),
     **dict.fromkeys(("enable_return_routed_experts", "aux_output_config"), "trainer.router_replay"),

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from hpcrl.config import LoRAConfig
 from hpcrl.models.families import family_of
+from hpcrl.models.tower import part_of
 from hpcrl.spec.lora import A, B, adapted, is_adapter, matches, unknown
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -32,10 +33,9 @@ class Adapters:
 
     def add(self, hf: PreTrainedModel, dtype: torch.dtype, seed: int) -> PreTrainedModel:
         """Freeze the model, and add adapters of this dtype whose product is zero. ValueError if a target is not a
-        linear layer of the decoder, or if peft could not load the adapters."""
+        linear layer of config.parts, if the model lacks a part, or if peft could not load the adapters."""
         hf.requires_grad_(False)
-        inside = {id(module) for module in hf.get_decoder().modules()}
-        linear = {n: m for n, m in hf.named_modules() if isinstance(m, nn.Linear) and id(m) in inside}
+        linear = self._linear_layers(hf)
         if text := unknown(self.config.target_modules, list(linear)):
             raise ValueError(text)
         self._check_readable(hf.config.get_text_config().model_type, list(linear))
@@ -44,6 +44,17 @@ class Adapters:
             if matches(name, self.config.target_modules):
                 self._add(module, dtype, generator)
         return hf
+
+    def _linear_layers(self, hf: PreTrainedModel) -> dict[str, nn.Linear]:
+        """The linear layers of config.parts by name."""
+        inside, head = {id(module) for module in hf.get_decoder().modules()}, hf.get_output_embeddings()
+        found: dict[str, dict[str, nn.Linear]] = {"decoder": {}, "vision": {}, "merger": {}}
+        for name, module in hf.named_modules():
+            if isinstance(module, nn.Linear) and module is not head:
+                found["decoder" if id(module) in inside else part_of(name)][name] = module
+        if lacking := [part for part in self.config.parts if not found[part]]:
+            raise ValueError(f"trainer.lora.parts: {hf.config.model_type} has no linear layers in {', '.join(lacking)}")
+        return {name: module for part in found if part in self.config.parts for name, module in found[part].items()}
 
     def _check_readable(self, family: str, modules: list[str]) -> None:
         """ValueError if peft would not load these adapters. In families whose experts are stacked in memory, peft

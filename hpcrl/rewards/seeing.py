@@ -1,0 +1,92 @@
+"""Which rewards of a run get the images of prompts."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from hpcrl.config import Config, Problem
+from hpcrl.data.rows import RowSet
+from hpcrl.data.tasks import Split
+from hpcrl.models.families import read_vision_of
+from hpcrl.rewards.spec import ComposedOptions, JudgeOptions, JudgeSection
+from hpcrl.spec.media import IMAGE
+from hpcrl.spec.options import read_options
+from hpcrl.spec.problems import dotted
+from hpcrl.spec.tables import GEN_ENGINES, REWARDS
+
+
+def why_judge_sees_nothing(config: Config) -> str:
+    """Why ranks of the role judge take no images; empty if they take images. ValueError if the model's processor is
+    unusable."""
+    engine, path = config.judge.engine, Path(config.judge.path or "")
+    if read_vision_of(path) is None:
+        return f"judge.path {path} takes none"
+    spec = GEN_ENGINES[engine]
+    if IMAGE not in spec.media:
+        able = " or ".join(name for name, spec in GEN_ENGINES.items() if spec.selectable and IMAGE in spec.media)
+        return f"judge.engine={engine} takes none; use judge.engine={able}"
+    model_type = json.loads((path / "config.json").read_text())["model_type"]
+    if spec.media_families is not None and model_type not in spec.media_families:
+        return f"judge.engine={engine} takes none with model_type={model_type}"
+    return ""
+
+
+def check_judges(config: Config) -> Iterator[Problem]:
+    """Refuses an unusable image processor of judge.path, and images for judges that take none."""
+    key = "judge", "path"
+    try:
+        why = why_judge_sees_nothing(config)
+    except ValueError as error:
+        yield Problem(key, f"judge.path: {error}")
+        return
+    for path, judge in _judges(config):
+        if judge.role is not None and judge.images and why:
+            yield Problem(path, f"{dotted(path)}.images: true, but {why}", (key, ("judge", "engine")))
+
+
+def notes_on_judges(config: Config, rows: Mapping[Split, RowSet]) -> Iterator[str]:
+    """Notes on judges that do not see the images of rows, unless the configuration says so."""
+    for split, found in rows.items():
+        count, where = found.media.get(IMAGE, (0, ""))
+        for path, judge in _judges(config) if count else ():
+            key = dotted(path)
+            told = f"{where}: {key} does not see the images of rows (data.{split} has {count} with images)"
+            if judge.images is not None:
+                continue
+            if judge.role is None:
+                yield f"{told}; if its model takes images, set {key}.images=true"
+            elif (Path(config.judge.path or "") / "config.json").is_file():
+                with contextlib.suppress(ValueError):  # reported by check_judges()
+                    if why := why_judge_sees_nothing(config):
+                        yield f"{told}: {why}"
+
+
+def _judges(config: Config) -> Iterator[tuple[tuple[str, ...], JudgeSection]]:
+    """The judges of all rewards, with their keys; invalid options are reported elsewhere."""
+    for name, section in config.reward.items() if config.debug != "fake" else ():
+        key = "reward", name, "options"
+        given: list[tuple[tuple[str, ...], Mapping[str, Any]]] = []
+        with contextlib.suppress(ValueError):
+            if section.name == "judge":
+                given = [(key, section.options)]
+            elif section.name == "composed":
+                parts = read_options(ComposedOptions, section.options).parts.items()
+                given = [((*key, "parts", of, "options"), part.options) for of, part in parts if part.name == "judge"]
+            for path, options in given:
+                judges = read_options(JudgeOptions, options).judges.items()
+                yield from (((*path, "judges", judge), found) for judge, found in judges)
+
+
+def rewards_with_images(config: Config) -> Callable[[str], bool]:
+    """The function that tells whether the reward of a domain gets images."""
+    judge_sees = bool(config.asks("judge")) and not why_judge_sees_nothing(config)
+    sections = {
+        name
+        for name, section in config.reward.items()
+        if config.debug != "fake" and REWARDS[section.name].shown_images(section.options, judge_sees)
+    }
+    return lambda domain: (domain if domain in config.reward else "default") in sections
