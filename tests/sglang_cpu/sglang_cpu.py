@@ -21,6 +21,15 @@ def register() -> None:
     choices.RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND.append("torch_native")
     kernels = "sglang.srt.batch_invariant_ops.enable_batch_invariant_mode"  # for CUDA
     HookRegistry.register(kernels, lambda *args, **kwargs: None, HookType.REPLACE)
+    HookRegistry.register("sglang.srt.managers.tokenizer_manager.import_processors", import_processor, HookType.REPLACE)
+
+
+def import_processor(package: str, overwrite: bool = False) -> None:
+    """Register the processor of Qwen-VL models instead of the processors of all models, whose imports take long."""
+    from sglang.srt.managers.multimodal_processor import PROCESSOR_MAPPING
+    from sglang.srt.multimodal.processors.qwen_vl import QwenVLImageProcessor
+
+    PROCESSOR_MAPPING.update(dict.fromkeys(QwenVLImageProcessor.models, QwenVLImageProcessor))
 
 
 class Operators:

@@ -15,8 +15,9 @@ from typing import Any
 import msgspec
 import torch
 
+from hpcrl.engines.gen.request_images import image_properties
 from hpcrl.engines.gen.sglang.images import Images
-from hpcrl.models.families import read_vision_of
+from hpcrl.models.families import SGLANG_SEEING
 from hpcrl.spec.media import ImageSpan
 
 NOT_KEPT = "selected a token outside its captured sampling support"
@@ -54,7 +55,7 @@ class Server:
 
         self._engine = sglang.Engine(**arguments)
         self._updating = False
-        vision = read_vision_of(Path(arguments["model_path"]))
+        vision = image_properties(Path(arguments["model_path"]), SGLANG_SEEING)
         self._images = Images(vision, getattr(torch, arguments["dtype"])) if vision is not None else None
 
     def call(self, name: str, *arguments: Any) -> Any:
