@@ -41,7 +41,7 @@ def check_judges(config: Config) -> Iterator[Problem]:
     try:
         why = why_judge_sees_nothing(config)
     except ValueError as error:
-        yield Problem(key, f"judge.path: {error}")
+        yield Problem(key, str(error).replace("model.path", "judge.path"))
         return
     for path, judge in _judges(config):
         if judge.role is not None and judge.images and why:
