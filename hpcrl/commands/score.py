@@ -6,8 +6,8 @@
 
 Prints for each response its reward and score, the extracted answer, and the reward's metrics. A file has one JSON
 object per line with "response" (a text, or a list of the model's turns), optionally "answer", "prompt" and "domain";
-other keys are columns of the row. Responses of one command, or rows with the same prompt, form a group for a reward
-that scores groups. Does not import torch itself.
+other keys are columns of the row; a judge with images=true sees the images of `images` or `image`. Responses of one
+command, or rows with the same prompt, form a group for a reward that scores groups. Does not import torch itself.
 """
 
 from __future__ import annotations
@@ -23,8 +23,11 @@ from typing import Any, TextIO
 from pydantic import ValidationError
 
 from hpcrl.config import RewardConfig
+from hpcrl.data.media import image_column, images_of, read_parts
+from hpcrl.data.pictures import decode
 from hpcrl.rewards.reward import ModelTurn, Reward, RewardItem, Score, make_reward
 from hpcrl.rewards.serving.guarded import score_each
+from hpcrl.spec.media import IMAGE, Medium
 from hpcrl.spec.tables import REWARDS
 from hpcrl.system.cli import ArgumentParser, use_utf8
 from hpcrl.system.exit_codes import ExitCode
@@ -134,7 +137,10 @@ def _rows_of(arguments: argparse.Namespace) -> list[tuple[str, RewardItem]]:
     """(place, row) of each response to score. ValueError on invalid input."""
     if arguments.file and (arguments.response or arguments.answer is not None or arguments.prompt or arguments.column):
         raise ValueError("--file excludes a response, --answer, --prompt and --column: its rows have them")
-    rows = list(_rows(Path(arguments.file))) if arguments.file else _arguments(arguments)
+    sees = ":" not in arguments.reward and REWARDS[arguments.reward].shown_images(
+        _pairs("--options", arguments.options), False
+    )
+    rows = list(_rows(Path(arguments.file), sees)) if arguments.file else _arguments(arguments)
     compares = ":" not in arguments.reward and REWARDS[arguments.reward].compares_answer
     if compares and all(item.answer is None for _, item in rows):
         told = f'{arguments.file}: no row has an "answer"' if arguments.file else "give --answer"
@@ -157,8 +163,9 @@ def _arguments(arguments: argparse.Namespace) -> list[tuple[str, RewardItem]]:
     ]
 
 
-def _rows(file: Path) -> Iterator[tuple[str, RewardItem]]:
-    """(place, row) of a file; ValueError names file and line."""
+def _rows(file: Path, with_images: bool) -> Iterator[tuple[str, RewardItem]]:
+    """(place, row) of a file, with the images of its column `images` or `image` if a reward sees them; ValueError names
+    file and line."""
     count = 0
     with _opened(file) as lines:
         try:
@@ -176,12 +183,25 @@ def _rows(file: Path) -> Iterator[tuple[str, RewardItem]]:
                 extra = {key: value for key, value in row.items() if key not in KEYS}
                 texts = str(row.get("domain", "default")), str(row.get("prompt", "")), turns[-1]
                 earlier = tuple(map(ModelTurn, turns[:-1]))
-                yield where, RewardItem(count, *texts, row.get("answer"), extra, earlier=earlier)
+                images = _images(row, file.parent, where) if with_images else []
+                yield where, RewardItem(count, *texts, row.get("answer"), extra, earlier=earlier, images=images)
                 count += 1
         except UnicodeDecodeError as error:
             raise ValueError(f"{file}: not UTF-8 text") from error
     if not count:
         raise ValueError(f"{file}: no rows")
+
+
+def _images(row: dict[str, Any], folder: Path, where: str) -> list[Medium]:
+    """A row's images in their own size, since the size that a model sees is not known here."""
+    column, found = image_column(row), []
+    for file in read_parts(images_of(row[column], column, where), folder) if column else ():
+        try:
+            image = decode(file.read())
+        except ValueError as error:
+            raise ValueError(f"{file.place}: {error}") from error
+        found.append(Medium(IMAGE, image.tobytes(), image.width, image.height))
+    return found
 
 
 def _row(line: str, where: str) -> Any:

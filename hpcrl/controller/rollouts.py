@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import astuple
@@ -18,8 +19,10 @@ from hpcrl.rollout.loop import CollectedRollouts, RolloutLoop
 from hpcrl.rollout.scheduling.policies import SchedulerConfig
 from hpcrl.rollout.scheduling.scheduler import RolloutExhausted, RolloutScheduler
 from hpcrl.rollout.store import OutcomeRecord, write_outcomes
-from hpcrl.rollout.types import Prompt, Sizes
+from hpcrl.rollout.types import Prompt, PromptOutcome, Sizes
 from hpcrl.system.files import step_name
+
+logger = logging.getLogger(__name__)
 
 
 class Rollouts:
@@ -42,6 +45,7 @@ class Rollouts:
         self._prompts: dict[int, Prompt] = {}
         self.scheduler = RolloutScheduler(SchedulerConfig.of(config), replicas, lambda uid: self._prompts[uid].domain)
         self._records: list[OutcomeRecord] = []
+        self._told_failed = False
         self.stats: Stats = {}
 
     def next(self, step: int) -> BatchHandle:
@@ -142,8 +146,12 @@ class Rollouts:
             del self._prompts[end.uid]
             ended = end.uid, end.attempt, end.outcome, end.reason
             self._records.append(OutcomeRecord(*ended, domain, end.rewards, end.metrics))
-        for long in self.source.take_dropped():
-            self._records.append(OutcomeRecord(long.uid, 0, long.outcome, long.reason, long.domain))
+        for left_out in self.source.take_dropped():
+            told = left_out.uid, 0, left_out.outcome, left_out.reason, left_out.domain
+            self._records.append(OutcomeRecord(*told))
+            if left_out.outcome is PromptOutcome.FAILED and not self._told_failed:
+                self._told_failed = True
+                logger.warning("a row is left out: %s; further ones are counted in prompts/failed", left_out.reason)
 
 
 def _missing(owed: Mapping[str, int]) -> str:

@@ -11,14 +11,15 @@ from hpcrl.data.rows import ChecksRows, Row
 from hpcrl.data.template_forms import shows_images
 from hpcrl.data.templates import FolderTemplate
 from hpcrl.models.vision import Vision
-from hpcrl.spec.media import MAX_PIXEL_BYTES
+from hpcrl.spec.media import MAX_PIXEL_BYTES, WRITTEN_MARK
 
 REMEDY = "raise the limit, lower data.max_pixels, or leave the row out (data.overlong_prompts=drop)"
 
 
 class ImageCheck:
     """Checks images' sizes, and what another check finds in a row. After the scan, `most_tokens` has the tokens of a
-    row's images at most.
+    row's images at most, and `bare_marks` the number of rows that have `<image>` in a user's text but no image, and the
+    place of the first.
 
     Args:
         max_tokens: Maximum tokens of a row's images; None: unlimited.
@@ -41,11 +42,17 @@ class ImageCheck:
         self._vision, self._limited_by, self._drops, self._other = vision, limited_by, drops, other
         self._max_tokens = math.inf if max_tokens is None else max_tokens
         self.most_tokens = 0
+        self.bare_marks = 0, ""
 
     def problem_of(self, row: Row, where: str) -> str:
         """Why a row's images cannot be used, in one line; empty if they can."""
         if row.images and self._blind:
             return f"{where}: the row has images, for which the model's chat template writes nothing"
+        if not row.images and any(
+            WRITTEN_MARK in (said["content"] or "") for said in row.messages if said["role"] == "user"
+        ):
+            count, first = self.bare_marks
+            self.bare_marks = count + 1, first or where
         found = self._other.problem_of(row, where) if self._other is not None else ""
         return found or self._too_large(row.images, where)
 

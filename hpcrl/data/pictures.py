@@ -65,6 +65,7 @@ def size_of(file: bytes | Path) -> tuple[int, int]:
     far as the head shows; OSError if there is no such file."""
     with _reasons():
         image = _opened(file)
+        _check_channels(image)
         known = image.format != "PNG" or "exif" in image.info  # else Pillow would decode the file to look for it
         turned = known and image.getexif().get(ORIENTATION) in SIDEWAYS
         return (image.height, image.width) if turned else image.size
@@ -95,9 +96,10 @@ def _reasons() -> Iterator[None]:
             warnings.simplefilter("ignore")  # of Pillow's own limit, and of odd metadata
             yield
     except UnidentifiedImageError:
-        raise ValueError(f"it is not an image of a known format ({', '.join(FORMATS)})") from None
-    except Image.DecompressionBombError as error:
-        raise ValueError(f"it is too large: {error}") from None
+        text = f"it is damaged, or not an image of a known format ({', '.join(FORMATS)})"
+        raise ValueError(text) from None
+    except Image.DecompressionBombError:
+        raise ValueError(f"it has more pixels than the {MAX_FILE_PIXELS} that are decoded") from None
     except (OSError, SyntaxError, struct.error, EOFError, IndexError, TypeError, OverflowError, MemoryError) as error:
         if isinstance(error, FileNotFoundError | PermissionError):
             raise
@@ -107,13 +109,17 @@ def _reasons() -> Iterator[None]:
 def _rgb(image: Image.Image) -> Image.Image:
     if image.mode in SIXTEEN_BITS:
         return _eight_bits(image).convert("RGB")
-    if image.mode == "F":
-        raise ValueError("its channels are floating-point numbers; store it with 8 or 16 bits per channel")
+    _check_channels(image)
     if image.mode in TRANSPARENT or "transparency" in image.info:
         layer = image.convert("RGBA")
         image = Image.new("RGB", layer.size, WHITE)
         image.paste(layer, mask=layer.getchannel("A"))
     return image if image.mode == "RGB" else image.convert("RGB")
+
+
+def _check_channels(image: Image.Image) -> None:
+    if image.mode == "F":
+        raise ValueError("its channels are floating-point numbers; store it with 8 or 16 bits per channel")
 
 
 def _eight_bits(image: Image.Image) -> Image.Image:

@@ -21,8 +21,9 @@ from hpcrl.data.template_forms import TemplateRefusal
 from hpcrl.data.templates import FolderTemplate, read_template, tiny_template
 from hpcrl.launch.model_folder import TOKENIZERS
 from hpcrl.launch.plan import ShownRows
-from hpcrl.models.families import SEEING, vision_of
+from hpcrl.models.families import PROCESSORS, SEEING, read_processor, read_vision_of, vision_of
 from hpcrl.models.vision import TINY, Vision
+from hpcrl.spec.media import WRITTEN_MARK
 from hpcrl.spec.options import read_options
 from hpcrl.spec.problems import dotted
 from hpcrl.spec.table import SpecTable
@@ -126,6 +127,18 @@ def most_image_tokens(config: Config, rows: Mapping[Split, RowSet], checks: Mapp
     return max(checks[split].most_tokens for split in rows)
 
 
+def notes_on_marks(checks: Mapping[Split, ImageCheck]) -> Iterator[str]:
+    """Notes on marks of images in rows without images: a column may have an unknown name."""
+    for split, check in checks.items():
+        count, where = check.bare_marks
+        if count:
+            rows = "1 row" if count == 1 else f"{count} rows"
+            yield (
+                f"{where}: {WRITTEN_MARK} stays text, since the row has no images (looked for images, image); "
+                f"data.{split} has {rows} of this kind"
+            )
+
+
 def _shown_kinds(config: Config) -> Iterator[tuple[str, frozenset[str]]]:
     """Names of environments, and the kinds of media that their observations have."""
     for name, env in config.envs.items():
@@ -191,6 +204,8 @@ def _refusing(
         model = config.model.path or f"model.tiny.architecture={config.model.tiny.architecture}"
         yield model, f"use a model with model_type {', '.join(SEEING)}, or "
         return
+    if config.model.path is not None and not read_processor(Path(config.model.path)):
+        yield f"{config.model.path} without {PROCESSORS[0]}", "add the file of the published model, or "
     users: list[tuple[str, str, SpecTable[Any]]] = []
     users += [("generator", config.gen_engine, GEN_ENGINES)] if generates else []
     users += [("trainer", config.train_engine, TRAIN_ENGINES)] if learns else []
@@ -203,7 +218,11 @@ def _refusing(
             able = [name for name, spec in engines.items() if spec.selectable and kind in spec.media]
             yield f"the {engine} {role}", f"use {role}.engine={' or '.join(able)}, or " if able else ""
     for role, path in _further_models(config) if learns else ():
-        other = vision_of(Path(path))
+        try:
+            other = read_vision_of(Path(path))
+        except ValueError as error:
+            yield f"{role}.path ({str(error).removeprefix('model.path: ')})", ""
+            continue
         if other is None:
             yield f"{role}.path {path}", ""
         elif other.sizes != vision.sizes:

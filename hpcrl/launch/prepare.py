@@ -89,6 +89,7 @@ def _check_inputs(reading: LoadedConfig, config: Config, layout: RoleLayout | No
         find_vision,
         image_checks,
         most_image_tokens,
+        notes_on_marks,
         row_checks,
         show_rows,
     )
@@ -125,6 +126,7 @@ def _check_inputs(reading: LoadedConfig, config: Config, layout: RoleLayout | No
         shown = show_rows(config, template, rows, checks)
         shown.image_tokens = most_image_tokens(config, rows, seeing)
         shown.notes += reward_notes(config, rows) if config.learns_from_rewards else []
+        shown.notes += notes_on_marks(seeing)
         shown.notes += notes_on_judges(config, rows) if vision is not None else []
     reading.add(check_rollouts(config))
     return shown

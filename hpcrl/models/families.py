@@ -122,7 +122,13 @@ def read_vision_of(model_path: Path) -> Vision | None:
     except (OSError, ValueError):  # reported where the model is checked
         return None
     read = family_of(config.get("model_type")).vision
-    return None if read is None else read(config, read_processor(model_path))
+    if read is None:
+        return None
+    processor = read_processor(model_path)
+    try:
+        return read(config, processor)
+    except ValueError as error:
+        raise ValueError(f"model.path: the files of {model_path} are unusable for images: {error}") from None
 
 
 @functools.lru_cache(maxsize=8)

@@ -21,6 +21,8 @@ LANCZOS, BILINEAR, BICUBIC = 1, 2, 3
 """Filters for resizing, with the numbers of PIL and of the key `resample`."""
 BothWays = Literal["none", "all", "windows"]
 """Layers: none, all, or layers with a sliding window."""
+PROCESSOR = "the image processor"
+"""preprocessor_config.json, or image_processor of processor_config.json, in errors."""
 Form = Literal["patches", "squares", "listed squares", "tiles", "padded patches"]
 """What a vision tower reads (hpcrl.engines.patches)."""
 
@@ -149,10 +151,24 @@ def read_vision(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Visi
     least = number(processor, {"min_pixels": limits.get("shortest_edge")}, "min_pixels", default=56 * 56)
     most = number(processor, {"max_pixels": limits.get("longest_edge")}, "max_pixels", default=28 * 28 * 1280)
     token = number(config, {}, "image_token_id", default=Vision.image_token_id, least=0)
+    _check_processor(processor, tower)
     if not (patch * merge) ** 2 <= most or least > most:
-        raise ValueError(f"preprocessor_config.json: min_pixels={least} and max_pixels={most} allow no image")
+        raise ValueError(f"min_pixels={least} and max_pixels={most} of {PROCESSOR} allow no image")
     mean, std = colours(processor, "image_mean", CLIP_MEAN), colours(processor, "image_std", CLIP_STD)
     return Vision(patch, merge, least, most, token, frames, mean, std, filter_of(processor, BICUBIC))
+
+
+def _check_processor(processor: Mapping[str, Any], tower: Mapping[str, Any]) -> None:
+    """ValueError for an image processor whose patches are not the tower's, or whose steps are other ones."""
+    for key, own in (("patch_size", tower.get("patch_size")), ("merge_size", tower.get("spatial_merge_size"))):
+        if own is not None and processor.get(key, own) != own:
+            raise ValueError(f"{key}={processor[key]} of {PROCESSOR}, but {own} in vision_config of config.json")
+    if other := sorted({"height", "width"}.intersection(processor.get("size") or {})):
+        raise ValueError(
+            f"size of {PROCESSOR} has {', '.join(other)}, of another family than shortest_edge, longest_edge"
+        )
+    if off := [key for key in ("do_resize", "do_rescale", "do_normalize") if processor.get(key) is False]:
+        raise ValueError(f"{off[0]}=false of {PROCESSOR} is not supported")
 
 
 def number(first: Mapping[str, Any], second: Mapping[str, Any], key: str, default: int, least: int = 1) -> int:
@@ -164,8 +180,14 @@ def number(first: Mapping[str, Any], second: Mapping[str, Any], key: str, defaul
 
 
 def colours(processor: Mapping[str, Any], key: str, default: tuple[float, ...]) -> tuple[float, ...]:
-    """A value for each channel."""
-    return tuple(float(value) for value in processor.get(key) or default)
+    """A value for each channel. ValueError for other values, and for a standard deviation that is not above 0."""
+    values = processor.get(key) or default
+    usable = isinstance(values, list | tuple) and len(values) == 3
+    usable = usable and all(isinstance(value, int | float) and (value > 0 or key != "image_std") for value in values)
+    if not usable:
+        wanted = "three numbers above 0" if key == "image_std" else "three numbers"
+        raise ValueError(f"{key} of {PROCESSOR} is {values!r}, not {wanted}")
+    return tuple(map(float, values))
 
 
 def filter_of(processor: Mapping[str, Any], default: int) -> int:

@@ -26,9 +26,6 @@ def why_judge_sees_nothing(config: Config) -> str:
     if read_vision_of(path) is None:
         return f"judge.path {path} takes none"
     spec = GEN_ENGINES[engine]
-    if IMAGE not in spec.media:
-        able = " or ".join(name for name, spec in GEN_ENGINES.items() if spec.selectable and IMAGE in spec.media)
-        return f"judge.engine={engine} takes none; use judge.engine={able}"
     model_type = json.loads((path / "config.json").read_text())["model_type"]
     if spec.media_families is not None and model_type not in spec.media_families:
         return f"judge.engine={engine} takes none with model_type={model_type}"
@@ -41,7 +38,7 @@ def check_judges(config: Config) -> Iterator[Problem]:
     try:
         why = why_judge_sees_nothing(config)
     except ValueError as error:
-        yield Problem(key, f"judge.path: {error}")
+        yield Problem(key, str(error).replace("model.path", "judge.path"))
         return
     for path, judge in _judges(config):
         if judge.role is not None and judge.images and why:

@@ -453,11 +453,12 @@ def _part_weights(options: Mapping[str, Any]) -> dict[str, float]:
 
 def _parts_shown_images(options: Mapping[str, Any], judge_sees: bool) -> bool:
     parts = options.get("parts")
-    return any(
-        REWARDS[name].shown_images(given if isinstance(given := part.get("options"), Mapping) else {}, judge_sees)
-        for part in (parts.values() if isinstance(parts, Mapping) else ())
-        if isinstance(part, Mapping) and isinstance(name := part.get("name"), str) and name in REWARDS
-    )
+    for part in parts.values() if isinstance(parts, Mapping) else ():
+        if isinstance(part, Mapping) and isinstance(name := part.get("name"), str) and name in REWARDS:
+            given = part.get("options")
+            if REWARDS[name].shown_images(given if isinstance(given, Mapping) else {}, judge_sees):
+                return True
+    return False
 
 
 COMPOSED = RewardSpec(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ from hpcrl.rollout.scheduling.scheduler import RolloutExhausted, RolloutSchedule
 from hpcrl.rollout.types import FinishReason, Prompt, PromptOutcome, split_sample_id
 from tests.rollout.ranks import Ranks
 from tests.rollout.test_loop import GENERATOR, SAMPLING, draw_from, make_loop, prompts
+from tests.vlm import png, seeing_tokenizer
 
 SHARES = {"maths": 0.4, "code": 0.3, "gym": 0.2, "essays": 0.1}
 
@@ -66,6 +68,31 @@ def test_every_batch_keeps_its_domain_shares_when_prompts_are_filtered(tmp_path:
         rollouts._record()
     counts = Counter(record.outcome for record in rollouts._records)
     assert counts[PromptOutcome.TRAINED] == 300 and counts[PromptOutcome.FILTERED] > 150
+
+
+def test_rows_that_fail_when_drawn_are_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A file may be missing on the node of rank 0 only, or later; its head may be right, and its data damaged."""
+    for name in "abc":
+        (tmp_path / f"{name}.png").write_bytes(png(1))
+    rows = [{"prompt": name, "images": [f"{name}.png"]} for name in "abc"]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    rollouts = object.__new__(Rollouts)  # only its draws are tested
+    config = DataConfig(train=str(tmp_path / "rows.jsonl"), shuffle=False)
+    rollouts.source, rollouts._prompts = PromptSource(config, "train", seeing_tokenizer(), 0, 1), {}
+    rollouts.scheduler = RolloutScheduler(SchedulerConfig(2), {GENERATOR: 64})
+    rollouts._records, rollouts._told_failed = [], False
+    (tmp_path / "a.png").unlink()
+    (tmp_path / "b.png").write_bytes(png(1)[:-30])
+    for _ in range(2):
+        assert [prompt.row for prompt in rollouts._draw(1)] == [2]
+        rollouts._record()
+    assert [record.outcome for record in rollouts._records] == [PromptOutcome.FAILED] * 4
+    [line] = [record.getMessage() for record in caplog.records]
+    assert re.fullmatch(
+        r"a row is left out: .*rows\.jsonl:1: images\[0\]: .*a\.png cannot be read: No such file or directory; "
+        r"further ones are counted in prompts/failed",
+        line,
+    )
 
 
 class Loop:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from hpcrl.data.pictures import MAX_FILE_PIXELS, decode, read_picture
+from hpcrl.data.pictures import MAX_FILE_PIXELS, decode, read_picture, size_of
 from hpcrl.models.vision import Vision, read_vision
 from hpcrl.spec.media import Medium
 
@@ -79,12 +79,14 @@ def test_an_animation_is_its_first_frame() -> None:
     assert (pixels(decode(content)) == RED).all()
 
 
+def chunk(kind: bytes, data: bytes) -> bytes:
+    """A chunk of a PNG."""
+    return len(data).to_bytes(4, "big") + kind + data + zlib.crc32(kind + data).to_bytes(4, "big")
+
+
 def bomb() -> bytes:
     """A PNG of a few kilobytes whose header promises, and whose data hold, more pixels than the limit."""
     side = int(MAX_FILE_PIXELS**0.5) + 1
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return len(data).to_bytes(4, "big") + kind + data + zlib.crc32(kind + data).to_bytes(4, "big")
 
     header = side.to_bytes(4, "big") * 2 + bytes([1, 0, 0, 0, 0])  # 1 bit, grey
     rows = zlib.compress(bytes((side // 8 + 2) * side))
@@ -94,19 +96,39 @@ def bomb() -> bytes:
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
-        (b"hello", "it is not an image of a known format"),
-        (b"", "it is not an image of a known format"),
+        (b"hello", "it is damaged, or not an image of a known format"),
+        (b"", "it is damaged, or not an image of a known format"),
         (saved(noise(300, 200), "JPEG")[:4000], "it cannot be decoded: image file is truncated"),
         (saved(noise(30, 20))[:-30], "it cannot be decoded"),
         (bomb(), "8193 x 8193 pixels, and at most 67108864 are decoded"),
         (saved(Image.fromarray(np.zeros((2, 2), np.float32)), "TIFF"), "its channels are floating-point numbers"),
         (saved(Image.fromarray(np.full((2, 2), 1 << 20, np.int32)), "TIFF"), "more than 16 bits"),
-        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "it is not an image of a known format"),
+        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "it is damaged, or not an image of a known format"),
     ],
 )
 def test_what_is_no_image_is_refused(content: bytes, problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
         decode(content)
+
+
+def test_the_head_of_a_file_shows_what_the_start_refuses() -> None:
+    """What only its data show is found when the row is drawn."""
+
+    def header(width: int, height: int) -> bytes:
+        sides = width.to_bytes(4, "big") + height.to_bytes(4, "big")
+        return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", sides + bytes([8, 2, 0, 0, 0])) + chunk(b"IDAT", b"")
+
+    for content, problem in (
+        (header(0, 5), "it is damaged, or not an image of a known format"),
+        (header(1 << 30, 1 << 30), "it has more pixels than the 67108864 that are decoded"),
+        (bomb(), "8193 x 8193 pixels, and at most 67108864 are decoded"),
+        (saved(Image.fromarray(np.zeros((2, 2), np.float32)), "TIFF"), "its channels are floating-point numbers"),
+    ):
+        with pytest.raises(ValueError, match=problem):
+            size_of(content)
+    assert size_of(header(3, 5)) == (3, 5)
+    with pytest.raises(ValueError, match="it cannot be decoded"):
+        decode(header(3, 5))
 
 
 def test_damage_gives_one_kind_of_error() -> None:
@@ -173,5 +195,17 @@ def test_sizes_are_read_from_a_models_files() -> None:
     assert read_vision(config, {}).patch == 16
     with pytest.raises(ValueError, match="max_pixels is '1M', not a positive number"):
         read_vision(config, {"max_pixels": "1M"})
-    with pytest.raises(ValueError, match="min_pixels=9000 and max_pixels=8000 allow no image"):
+    for key, value, problem in (
+        ("patch_size", 14, "patch_size=14 of the image processor, but 16 in vision_config of config.json"),
+        ("merge_size", 4, "merge_size=4 of the image processor, but 2 in vision_config"),
+        ("size", {"height": 224, "width": 224}, "size of the image processor has height, width, of another family"),
+        ("do_rescale", False, "do_rescale=false of the image processor is not supported"),
+        ("image_mean", [0.5], r"image_mean of the image processor is \[0.5\], not three numbers$"),
+        ("image_std", [0.5, 0, 0.5], r"image_std .* is \[0.5, 0, 0.5\], not three numbers above 0"),
+    ):
+        with pytest.raises(ValueError, match=problem):
+            read_vision(config, published | {key: value})
+    older = {"size": {"min_pixels": 3136, "max_pixels": 12845056}, "min_pixels": 3136, "max_pixels": 12845056}
+    assert read_vision({}, older).max_pixels == 12845056, "as transformers 4.45 wrote them"
+    with pytest.raises(ValueError, match="min_pixels=9000 and max_pixels=8000 of the image processor allow no image"):
         read_vision(config, {"min_pixels": 9000, "max_pixels": 8000})

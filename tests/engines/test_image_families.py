@@ -24,11 +24,12 @@ from hpcrl.engines.hf_folder import read_safetensors
 from hpcrl.engines.patches import tower_inputs
 from hpcrl.engines.train.fsdp2.engine import FSDP2Engine
 from hpcrl.engines.train.fsdp2.frozen import freeze
-from hpcrl.models.families import vision_of
+from hpcrl.models.families import SEEING, vision_of
 from hpcrl.models.vision import Vision
 from hpcrl.rollout.batch import Batch, Norms, batch_from_samples
 from tests.engines.test_images import engine_of, row_of
 from tests.engines.worlds import Weighted
+from tests.vlm import FAMILIES as QWEN
 from tests.vlm_families import SMALL, make_small, own_processor
 
 pytestmark = pytest.mark.numerics
@@ -57,6 +58,12 @@ def file_of(image: Image.Image) -> bytes:
     file = io.BytesIO()
     image.save(file, "PNG")
     return file.getvalue()
+
+
+def test_every_family_that_sees_images_is_compared_with_transformers() -> None:
+    """The engine's own probe of packing has no image, so a new family must be compared here."""
+    compared = {*QWEN, *(name.removesuffix("_large") for name in SMALL)}
+    assert compared | {"qwen3_5_moe"} == {*SEEING}, "whose tower is qwen3_5's"
 
 
 @pytest.mark.parametrize("family", SMALL)

@@ -130,7 +130,7 @@ def test_images_of_a_row_in_every_form(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "problem"),
     [
-        (b"\x89PNG\r\n\x1a\n broken", r"the row: images\[0\]: it is not an image of a known format"),
+        (b"\x89PNG\r\n\x1a\n broken", r"the row: images\[0\]: it is damaged, or not an image of a known format"),
         (b"text", r"the row: images\[0\]: the content begins like none of png"),
         ("missing.png", r"the row: images\[0\]: missing.png cannot be read"),
     ],

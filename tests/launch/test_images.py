@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -109,13 +110,58 @@ def test_a_template_that_writes_nothing_for_images_is_refused(at: Path, capsys: 
     assert line == "rows.jsonl:2: the row has images, for which the model's chat template writes nothing"
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            None,
+            "rows.jsonl:2: the row has images, which model without preprocessor_config.json does not take; add the f",
+        ),
+        ({"patch_size": 16}, "model.path: the files of model are unusable for images: patch_size=16 of the image proc"),
+        ({"patch_size": "x"}, "model.path: the files of model are unusable for images: patch_size is 'x', not a posit"),
+        ("{", "model.path: model/preprocessor_config.json is not JSON: "),
+    ],
+    ids=["missing", "of other patches", "unusable", "damaged"],
+)
+def test_a_model_without_a_usable_image_processor_is_refused(
+    change: Any, said: str, at: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_tiny_model(TinyModel(architecture="qwen2_5_vl"), at / "model")
+    capsys.readouterr()
+    processor = at / "model/preprocessor_config.json"
+    if change is None:
+        processor.unlink()
+        assert start(at, words=("model.path=model",)) == ExitCode.DONE, "texts need none"
+    else:
+        content = change if isinstance(change, str) else json.dumps(json.loads(processor.read_text()) | change)
+        processor.write_text(content)
+    assert start(at, row("small.png"), words=("model.path=model",)) == ExitCode.BAD_INPUT
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(said), line
+
+
+def test_marks_without_images_are_noted(at: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Such as of a column with another name."""
+    named = {"prompt": "<image>what?", "answer": "2", "pictures": ["small.png"]}
+    assert start(at, named, named, row("small.png")) == ExitCode.DONE
+    said = "rows.jsonl:2: <image> stays text, since the row has no images (looked for images, image); data.train has 2 "
+    assert said in " ".join(capsys.readouterr().out.split())
+
+
 @pytest.mark.parametrize("role", ["reference", "critic"])
 def test_a_second_model_of_other_patches_is_refused(role: str, at: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The policy's pixels would not be cut into its patches."""
     make_tiny_model(TinyModel(architecture="qwen2_5_vl"), at / "other")
-    processor = at / "other/preprocessor_config.json"
+    processor, config = at / "other/preprocessor_config.json", at / "other/config.json"
     processor.write_text(json.dumps(json.loads(processor.read_text()) | {"patch_size": 16}))
     use = {"reference": "algorithm.kl_loss_coef=0.1", "critic": "algorithm.advantage_estimator=gae"}[role]
+    assert start(at, row("small.png"), words=(SEEING, use, f"{role}.path=other")) == ExitCode.BAD_INPUT
+    said = (
+        "the files of other are unusable for images: patch_size=16 of the image processor, but 14 in vision_config of"
+    )
+    assert f"which {role}.path ({said} config.json) does not take; leave such rows out" in capsys.readouterr().err
+    known = json.loads(config.read_text())
+    config.write_text(json.dumps(known | {"vision_config": known["vision_config"] | {"patch_size": 16}}))
     assert start(at, row("small.png"), words=(SEEING, use, f"{role}.path=other")) == ExitCode.BAD_INPUT
     assert f"which {role}.path other of other patches than the policy's does not take" in capsys.readouterr().err
 
@@ -252,9 +298,9 @@ JUDGED = ("rollout.max_new_tokens=3", "data.max_prompt_tokens=40", "run_dir=run"
         ({"role": "judge", "path": "seeing", "images": True}, "", ""),
         ({"role": "judge", "path": "seeing"}, "", ""),
         (
-            {"role": "judge", "path": "seeing", "engine": "fake", "images": True},
+            {"role": "judge", "path": "other", "images": True},
             "",
-            "KEY.images: true, but judge.engine=fake takes none; use judge.engine=native or vllm or sglang",
+            "KEY.images: true, but judge.engine=native takes none with model_type=qwen3_vl",
         ),
     ],
 )
@@ -263,6 +309,9 @@ def test_a_judge_that_does_not_see_the_rows_images_is_named(
 ) -> None:
     for name, architecture in (("text", "qwen2"), ("seeing", "qwen2_5_vl")):
         make_tiny_model(TinyModel(architecture=architecture), at / name)
+    shutil.copytree(at / "seeing", at / "other")
+    config = json.loads((at / "other" / "config.json").read_text()) | {"model_type": "qwen3_vl"}
+    (at / "other" / "config.json").write_text(json.dumps(config))
     capsys.readouterr()
     judge = dict(judge)
     path, engine, composed = judge.pop("path", "text"), judge.pop("engine", "native"), judge.pop("composed", False)

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from hpcrl.commands.score import main as score
 from hpcrl.config import RewardConfig, parse
 from hpcrl.rewards.builtin.judge_prompt import FIELDS, TEMPLATE, Scale, harmless, messages
 from hpcrl.rewards.reward import RewardItem, Score, make_reward
@@ -174,6 +175,24 @@ def test_a_judge_with_images_gets_the_pixels_that_the_model_saw(serve: Any, tmp_
             decoded = Image.open(io.BytesIO(base64.b64decode(encoded)))
             assert head == "data:image/png;base64" and decoded.format == "PNG"
             assert np.array_equal(np.asarray(decoded), expected)
+
+
+def test_a_judge_is_tried_on_rows_with_images(serve: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In the images' own size, which no model has changed."""
+    server = serve(verdict(7))
+    pixels = np.random.default_rng(0).integers(0, 256, (3, 4, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "a.png")
+    (tmp_path / "half.png").write_bytes((tmp_path / "a.png").read_bytes()[:40])
+    words = ["--reward", "judge", "--file", f"{tmp_path}/rows.jsonl", "--options"]
+    for sees, name, code in ((True, "a.png", 0), (False, "a.png", 0), (True, "half.png", 2), (True, "none.png", 2)):
+        (tmp_path / "rows.jsonl").write_text(json.dumps({"response": "4", "images": [name]}))
+        judges = {"own": {**server.judge, "images": sees}}
+        assert score([*words, f"judges={json.dumps(judges)}"]) == code
+        err = capsys.readouterr().err
+        assert ("rows.jsonl:1: images[0]: " in err) == bool(code), err
+    seen, read = (body["messages"][1]["content"] for body in server.bodies)
+    decoded = Image.open(io.BytesIO(base64.b64decode(seen[0]["image_url"]["url"].split(",")[1])))
+    assert np.array_equal(np.asarray(decoded), pixels) and isinstance(read, str)
 
 
 ATTACK = (

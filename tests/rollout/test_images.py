@@ -18,7 +18,7 @@ from hpcrl.rollout.pending import read_pending, write_pending
 from hpcrl.rollout.pictures import picture_path
 from hpcrl.rollout.store import RolloutReader, write_rollouts
 from hpcrl.rollout.types import FinishReason
-from hpcrl.spec.image_rows import image_rows, image_spans
+from hpcrl.spec.image_rows import image_rows, image_spans, prefix_keys
 from hpcrl.spec.media import IMAGE, IMAGE_MARK, IMAGES, Medium
 from hpcrl.spec.trajectory import FIELDS, declare
 from hpcrl.workers.held_samples import PromptState, SampleState
@@ -55,6 +55,18 @@ def episode(number: int, by_steps: bool = False) -> SampleState:
     held.observe(observation(held.id, 4, grey(2, 0), grey(1, 2)))
     held.end_turn(output(1), "b")
     return held
+
+
+def test_equal_tokens_of_different_images_have_different_keys() -> None:
+    """Of text tokens the ids, which are not negative; of an image the same ones wherever it is."""
+    ids = np.array([5, 7, 7, 6, 7, 7], np.int32)
+    ones, twos, back = (
+        prefix_keys(ids, image_spans(image_rows([grey(first, 1), grey(second, 4)])))
+        for first, second in ((1, 2), (2, 2), (1, 2))
+    )
+    assert ones[[0, 3]].tolist() == twos[[0, 3]].tolist() == [5, 6] and (ones == back).all()
+    assert (ones[[1, 2, 4, 5]] < 0).all() and len({*ones.tolist()}) == 6
+    assert (ones[1:3] != twos[1:3]).all() and (ones[4:] == twos[4:]).all() and (twos[1:3] == twos[4:]).all()
 
 
 def test_images_of_observations_follow_those_of_the_prompt() -> None:

@@ -16,6 +16,7 @@ RELEASE = threading.Event()
 MADE_LATE: list[str] = []
 SEEDS: list[int] = []
 AT_WORK: list[str] = []
+IMAGES: list[Any] = []
 ENDLESS = "again " * 10_000_000
 
 
@@ -118,6 +119,8 @@ class OddEnv:
                 return "", 0.5, False, False
             case "no info":
                 return "", 0.5, False, False, ["metrics"]
+            case "an image":
+                return [{"role": "user", "content": "<image>", "images": [IMAGES[-1]]}], 0.5, False, False, {}
             case "no images":
                 return [{"role": "user", "content": "again", "images": None}], 0.5, False, False, {}
             case "computes":

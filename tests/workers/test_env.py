@@ -715,6 +715,35 @@ def test_images_of_a_game_reach_the_generator(
     role.close()
 
 
+@pytest.mark.parametrize(
+    ("image", "problem"),
+    [
+        (png(1)[:-30], "it cannot be decoded"),
+        (b"", "must be a file's path, a data URL, or bytes"),
+        (b"hello", "the content begins like none of png, jpg"),
+        ("gone.png", "gone.png cannot be read: No such file or directory"),
+        ("https://example.org/a.png", "would have to be downloaded"),
+        (png(1, 201, 1), "the longer side may be 200 times the shorter one"),
+        (3, "int is not a path, a data URL, bytes, a PIL image or a numpy array"),
+    ],
+    ids=["cut off", "empty", "text", "missing", "elsewhere", "long", "number"],
+)
+def test_a_broken_image_of_an_environment_costs_its_sample(
+    stage: Stage, image: Any, problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = stage.worker(1, SETTINGS)
+    worker.tokenizer = seeing_tokenizer()
+    role = EnvRole(worker)
+    monkeypatch.setattr(odd_env, "IMAGES", [image])
+    ended = first_turn(stage, role, "an image")
+    assert ended.ended and "images[0] of a message" in ended.result.error and problem in ended.result.error
+    monkeypatch.setattr(odd_env, "IMAGES", [png(1)])
+    assert not first_turn(stage, role, "an image").result.error, "the role goes on"
+    assert len(stage.deltas()[-1].media) == 1
+    role.close()
+    stage.heard()
+
+
 def test_a_rows_picture_in_parts_is_one_image_of_the_environment() -> None:
     parts = [msgspec.structs.replace(Medium(IMAGE, bytes(12), 2, 2), row=1, column=n) for n in (1, 2)]
     sent = msgspec.structs.replace(turn(1, "plain"), media=(*parts, Medium(IMAGE, bytes([7] * 12), 2, 2)))
