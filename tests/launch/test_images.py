@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from hpcrl.planner.trainer import critic_shape, reference_shape
 from hpcrl.spec.media import MAX_PIXEL_BYTES
 from hpcrl.spec.tables import GEN_ENGINES
 from hpcrl.system.exit_codes import ExitCode
+from tests.vlm_families import make_small
 
 BLIND = replace(GEN_ENGINES["native"], media=frozenset())
 BLIND_ENGINE = f"{__name__}:BLIND"
@@ -298,9 +298,9 @@ JUDGED = ("rollout.max_new_tokens=3", "data.max_prompt_tokens=40", "run_dir=run"
         ({"role": "judge", "path": "seeing", "images": True}, "", ""),
         ({"role": "judge", "path": "seeing"}, "", ""),
         (
-            {"role": "judge", "path": "other", "images": True},
+            {"role": "judge", "path": "other", "engine": "sglang", "images": True},
             "",
-            "KEY.images: true, but judge.engine=native takes none with model_type=qwen3_vl",
+            "KEY.images: true, but judge.engine=sglang takes none with model_type=glm4v",
         ),
     ],
 )
@@ -309,12 +309,11 @@ def test_a_judge_that_does_not_see_the_rows_images_is_named(
 ) -> None:
     for name, architecture in (("text", "qwen2"), ("seeing", "qwen2_5_vl")):
         make_tiny_model(TinyModel(architecture=architecture), at / name)
-    shutil.copytree(at / "seeing", at / "other")
-    config = json.loads((at / "other" / "config.json").read_text()) | {"model_type": "qwen3_vl"}
-    (at / "other" / "config.json").write_text(json.dumps(config))
     capsys.readouterr()
     judge = dict(judge)
     path, engine, composed = judge.pop("path", "text"), judge.pop("engine", "native"), judge.pop("composed", False)
+    if path == "other":
+        make_small("glm4v", at / path)
     options = {"judges": {"own": judge}}
     section: dict[str, Any] = {"name": "judge", "options": options}
     key = "reward.default.options.judges.own"
