@@ -21,7 +21,8 @@ from tests.contracts.gen.sglang import ENVIRONMENT, make_engine
 from tests.engines.image_requests import Answer, ask, generated, mixed, model_of, of_transformers, second_turn
 from tests.vlm import make_vlm, noise
 
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+FAMILIES = ("qwen2_5_vl", "qwen3_vl")
+"""The test also passes with the two others in SGLANG_SEEING; each starts a server, which takes half a minute."""
 
 
 def own(arguments: Mapping[str, Any], environment: Mapping[str, str]) -> Any:
@@ -110,7 +111,7 @@ def test_an_image_has_other_hashes_under_other_weights() -> None:
 
 @pytest.mark.outside
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_responses_have_transformers_log_probs(family: str, tmp_path: Path) -> None:
     pytest.importorskip("sglang", reason="SGLang is not installed; make test-outside")
