@@ -8,7 +8,7 @@ sign.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -88,6 +88,11 @@ class LoadedSums:
                 part = inside(tensor, tensor_slice, full_slice(held.shape))
                 self.sums[number] += checksum(part, tensor_slice, held.shape, dtype).cpu()
             yield name, tensor
+
+    def keep(self, other: LoadedSums, names: Collection[str]) -> None:
+        """Use the other checksums of these tensors."""
+        numbers = [self._numbers[name] for name in names]
+        self.sums[numbers] = other.sums[numbers]
 
     def differing(self, expected: Tensor) -> list[str]:
         """The names of tensors whose checksum differs."""

@@ -12,7 +12,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property
 from typing import Any
@@ -47,10 +47,21 @@ class UpdateGroup:
         """See plan_pieces."""
         return plan_pieces(self.layout, self.needs, BUCKET_BYTES)
 
+    @cached_property
+    def without_frozen(self) -> UpdateGroup:
+        """The same group for updates that leave out frozen tensors."""
+        return replace(self, needs={rank: unfrozen(self.layout, needs) for rank, needs in self.needs.items()})
+
     @property
     def device(self) -> torch.device:
         """The device of the transferred tensors."""
         return _device(self.group)
+
+
+def unfrozen(layout: Sequence[TensorShards], needs: Sequence[RequiredSlices]) -> list[RequiredSlices]:
+    """The required slices without slices of frozen tensors."""
+    pairs = zip(layout, needs, strict=True)
+    return [RequiredSlices(need.dtype, ()) if held.frozen else need for held, need in pairs]
 
 
 def connect(group: Any, ranks: Sequence[int], rank: int, senders: Collection[int], receivers: Collection[int]) -> None:

@@ -220,6 +220,8 @@ class GenEngineSpec(Spec):
     """Whether a response's bits depend only on its request (deterministic=true)."""
     float32_head: bool = False
     """Whether it can compute the vocabulary projection in float32 in a bfloat16 model (generator.head_dtype)."""
+    keeps_weights: bool = False
+    """Whether it can keep some weights in an update (hpcrl.engines.gen.generation_engine.KeepsWeights)."""
     shares_weights: bool = False
     """Whether it can read weights from a trainer's parameters (hpcrl.engines.gen.generation_engine.SharesWeights)."""
     records_routes: bool = False

@@ -22,12 +22,14 @@ class TensorShards(msgspec.Struct, frozen=True, array_like=True):
     Args:
         dtype: torch's name of the dtype.
         parts: Disjoint slices that cover the tensor, each with the ranks that hold it; a rank holds at most one slice.
+        frozen: Whether training never changes the tensor.
     """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     parts: tuple[tuple[TensorSlice, tuple[int, ...]], ...]
+    frozen: bool = False
 
     @classmethod
     def unsharded(cls, name: str, dtype: str, shape: Sequence[int], ranks: Sequence[int]) -> TensorShards:
@@ -45,7 +47,7 @@ class TensorShards(msgspec.Struct, frozen=True, array_like=True):
     def of(self, ranks: Sequence[int]) -> TensorShards:
         """The same tensor with ranks[i] in place of rank i."""
         parts = tuple((box, tuple(ranks[i] for i in holders)) for box, holders in self.parts)
-        return TensorShards(self.name, self.dtype, self.shape, parts)
+        return msgspec.structs.replace(self, parts=parts)
 
     def part_of(self, rank: int) -> TensorSlice | None:
         """The slice that a rank holds; None if it holds none."""

@@ -7,7 +7,7 @@ from typing import cast
 
 from torch import Tensor
 
-from hpcrl.engines.gen.generation_engine import GenEngine, SharesWeights
+from hpcrl.engines.gen.generation_engine import GenEngine, KeepsWeights, SharesWeights
 from hpcrl.engines.train.training_engine import LocalWeights, TrainEngine
 from hpcrl.planner.generator import in_one_process, shares_weights
 from hpcrl.workers.role import Rank
@@ -39,9 +39,12 @@ class OneProcess:
         """The trainer's parameters themselves, for load()."""
         return self._local.local_weights().items()
 
-    def load(self, named: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Load all of weights() into the generator as this version."""
-        self._generator.load_weights(named, version)
+    def load(self, named: Iterable[tuple[str, Tensor]], version: int, kept: Collection[str] = ()) -> None:
+        """Load all of weights() but `kept` (KeepsWeights) into the generator as this version."""
+        if kept:
+            cast(KeepsWeights, self._generator).load_weights(named, version, kept)
+        else:
+            self._generator.load_weights(named, version)
         self._loaded_at = self._trainer.optimizer_step
 
     def check(self) -> None:

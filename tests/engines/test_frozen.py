@@ -38,6 +38,7 @@ def frozen_engine(folder: Path, *parts: str, **keys: Any) -> FSDP2Engine:
 @pytest.mark.parametrize("parts", [("vision",), ("merger",), ("vision", "merger")], ids="+".join)
 def test_only_other_parts_are_trained(parts: tuple[str, ...], folder: Path, world_of_one: None) -> None:
     engine, whole = frozen_engine(folder, *parts), batch_for(folder)
+    assert all(held.frozen == (part(held.name) in parts) for held in engine.weight_layout())
     before = {name: tensor.clone() for name, tensor in engine.named_weights()}
     after = stepped(engine, whole)
     assert after.keys() == before.keys()
@@ -74,6 +75,7 @@ def _resumed(folder: Path, scratch: Path) -> dict[str, tuple[dict[str, Tensor], 
             return frozen_engine(folder, "vision")
 
         first, state = engine(), scratch / name
+        assert all(held.frozen == (part(held.name) == "vision") for held in first.weight_layout())
         state.mkdir(exist_ok=True)
         half = stepped(first, whole)
         write_files(state, first.snapshot())

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -20,6 +21,7 @@ from hpcrl.workers.generator import GeneratorRole
 from hpcrl.workers.one_process import OneProcess
 from hpcrl.workers.trainer import TrainerRole
 from tests.dist.conftest import Threads
+from tests.vlm import make_vlm
 from tests.workers.conftest import LAYOUT, Stage
 
 EPOCHS = itertools.count()
@@ -188,3 +190,70 @@ def test_only_adapters_are_sent(way: str, threads: Threads, stage: Stage) -> Non
             pair.update(2)
     finally:
         dist.destroy_process_group()
+
+
+FREEZE = {"trainer": {"freeze": ["vision", "merger"]}, "model": {"tiny": {"architecture": "qwen2_5_vl"}}}
+FREEZE_WAYS = {
+    "one process": (TRAINER, {}),
+    "one rank": (TRAINER, {"trainer": {"fsdp2": {"cpu_offload": True}}}),  # which FSDP2 gathers
+    "shared weights": (TRAINER, {"generator": {"dtype": "float32"}}),
+    "two ranks": (1, {}),
+}
+
+
+@pytest.mark.parametrize("way", FREEZE_WAYS)
+def test_frozen_weights_are_sent_only_once(way: str, threads: Threads, tmp_path: Path) -> None:
+    generator, changes = FREEZE_WAYS[way]
+    settings = SETTINGS | FREEZE | changes
+    settings["trainer"] = FREEZE["trainer"] | settings["trainer"]
+    stage = Stage(threads, make_vlm("qwen2_5_vl", tmp_path / "model"))
+    for start in range(2):  # the second one has other weights than the folder, as after a resume
+        pair = Pair(threads, stage, generator, settings)
+        try:
+            if start:
+                _add_one(pair, frozen=True)
+            _check_frozen(pair, way)
+        finally:
+            dist.destroy_process_group()
+
+
+def _add_one(pair: Pair, frozen: bool) -> None:
+    weights = pair.trainer.engine.weights
+    with torch.no_grad():
+        for name in weights.names:
+            if name.startswith("model.visual.") == frozen:
+                weights[name].add_(1)
+
+
+def _check_frozen(pair: Pair, way: str) -> None:
+    sent: list[str] = []
+    load = pair.engine.load_weights
+
+    def loading(named: Iterable[tuple[str, torch.Tensor]], *others: Any) -> None:
+        load(((sent.append(name) or name, tensor) for name, tensor in named), *others)
+
+    pair.engine.load_weights = loading  # type: ignore[method-assign]
+    names = pair.trainer.engine.weights.names
+    trained = [name for name in names if not name.startswith("model.visual.")]
+    assert len(trained) < len(names)
+    alone = pair.role.trainer
+    assert (alone is not None and alone._shared) == (way == "shared weights")
+    compared = Pair.same if way != "shared weights" else lambda pair: True  # in float32, the parameters themselves
+    pair.update(0)
+    assert sent == names and compared(pair)
+    features = pair.engine._images._known  # type: ignore[union-attr]
+    features[b"image"] = torch.zeros(1)
+    sent.clear()
+    _add_one(pair, frozen=False)
+    pair.update(1)
+    assert sent == trained and pair.engine.version == 1 and compared(pair)
+    assert features, "the tower is the same"
+    if way == "two ranks":
+        (channel,) = pair.workers[TRAINER]._publishing._channels.values()
+        numbers = sum(pair.trainer.engine.weights[name].numel() for name in trained)
+        pieces = [piece for step in channel.without_frozen.steps for piece in step]
+        assert sum(piece.num_bytes for piece in pieces) == 2 * numbers
+    if way != "shared weights":
+        _add_one(pair, frozen=True)
+        with pytest.raises(RuntimeError, match=r"check_weights: model\.visual\..* of weights 2 on generator rank"):
+            pair.update(2)

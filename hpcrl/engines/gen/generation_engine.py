@@ -5,7 +5,7 @@ One engine serves one replica. All ranks of a replica make the same calls in the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -135,6 +135,14 @@ class GenEngine(Protocol):
 
     def close(self) -> None:
         """Release everything."""
+
+
+class KeepsWeights(GenEngine, Protocol):
+    """An engine that can keep some of its weights in an update."""
+
+    def load_weights(self, named: Iterable[tuple[str, torch.Tensor]], version: int, kept: Collection[str] = ()) -> None:
+        """GenEngine.load_weights(), in which the weights in `kept` are missing and do not change. Their last values
+        came from an earlier call, with no sleep() since."""
 
 
 @runtime_checkable

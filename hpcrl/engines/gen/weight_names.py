@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -31,14 +31,17 @@ class WeightNames:
         parameters = adapters(lora, shape) if lora is not None else shape.parameters
         return cls({parameter.name: parameter.shape for parameter in parameters})
 
-    def check(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """ValueError on an unknown or missing name or a wrong shape."""
-        for _ in self.checked(named):
+    def check(self, named: Iterable[tuple[str, torch.Tensor]], kept: Collection[str] = ()) -> None:
+        """ValueError on an unknown name, on a missing name that is not in `kept`, or on a wrong shape."""
+        for _ in self.checked(named, kept):
             pass
 
-    def checked(self, named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the weights. ValueError as soon as one is wrong, or at the end if some are missing."""
-        missing = dict(self._shapes)
+    def checked(
+        self, named: Iterable[tuple[str, torch.Tensor]], kept: Collection[str] = ()
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the weights. ValueError as soon as one is wrong, or at the end if some are missing that are not in
+        `kept`."""
+        missing = {name: shape for name, shape in self._shapes.items() if name not in kept}
         for name, tensor in named:
             if self._shapes:
                 wanted = missing.pop(name, None)

@@ -4,7 +4,7 @@ order. The ranks of a data-parallel rank (hpcrl.spec.division) get equal batches
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
@@ -48,12 +48,15 @@ class TrainEngine(Protocol):
         actor/skipped_update.
         """
 
-    def named_weights(self, dtypes: Mapping[str, torch.dtype] = MappingProxyType({})) -> Iterator[tuple[str, Tensor]]:
+    def named_weights(
+        self, dtypes: Mapping[str, torch.dtype] = MappingProxyType({}), without: Collection[str] = ()
+    ) -> Iterator[tuple[str, Tensor]]:
         """Yield copies of the full weights in a fixed order, under the names of transformers' state_dict(), a tied
         weight once. With trainer.lora, only the adapters' weights (hpcrl.spec.lora).
 
         Collective: every rank must exhaust it. A rank yields its share of the parameters according to the division; all
-        shares together have each name once. Weights in `dtypes` are converted before they are sent between ranks.
+        shares together have each name once. Weights in `dtypes` are converted before they are sent between ranks;
+        weights in `without` are left out.
         """
 
     def weight_layout(self) -> list[TensorShards]:

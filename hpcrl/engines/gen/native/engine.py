@@ -8,7 +8,7 @@ like any other, so all sampling happens in one place.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from math import ceil
 from pathlib import Path
@@ -204,22 +204,22 @@ class NativeEngine:
         return {request.id: self._output_buffer.length(span) for request, span in running} | waiting
 
     @torch.inference_mode()
-    def load_weights(self, named: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """See GenEngine. A collection is checked before anything is changed. An iterator is consumed tensor by tensor.
-        If it fails, the engine has no weights (version -1)."""
+    def load_weights(self, named: Iterable[tuple[str, torch.Tensor]], version: int, kept: Collection[str] = ()) -> None:
+        """See KeepsWeights. A collection is checked before anything is changed. An iterator is consumed tensor by
+        tensor. If it fails, the engine has no weights (version -1)."""
         if version < 0:
             raise ValueError(f"weights version is {version}, 0 or more is needed")
         weights = self._weights or self._new_weights()
-        weights.check(named)
+        weights.check(named, kept)
         self.version = -1
-        weights.load(named)
+        weights.load(named, kept)
         if self._model is None:
             self._weights = weights
             if self._arch.vision is not None:
                 assert weights.tower is not None
                 self._images = Images(self._arch.vision, weights.tower, self._device)
             self._model = Transformer(self._arch, weights, self._arch.rotations(self._max_length, self._device))
-        if self._images is not None:
+        if self._images is not None and weights.has_new_tower(kept):
             self._images.forget()
         self.version = version
         self._blocks.evict_before(version - self._prefix_staleness if self._prefix_staleness else ALL_VERSIONS)

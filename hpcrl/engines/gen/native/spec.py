@@ -55,6 +55,7 @@ SPEC = GenEngineSpec(
     unsupported=unsupported,
     records_routes=True,
     recompute=True,
+    keeps_weights=True,
     shares_weights=True,
     deterministic=True,
     float32_head=True,

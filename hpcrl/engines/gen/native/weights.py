@@ -140,15 +140,21 @@ class FusedWeights:
             if tuple(target.view.shape) == target.shape and target.view.is_contiguous()
         }
 
-    def check(self, named: Iterable[tuple[str, Tensor]]) -> None:
-        """ValueError on an unknown or missing name or a wrong shape. An iterator is not checked here but in load(),
-        since its tensors may not outlive the iteration."""
+    def check(self, named: Iterable[tuple[str, Tensor]], kept: Collection[str] = ()) -> None:
+        """ValueError on an unknown or missing name or a wrong shape; names in `kept` may be missing. An iterator is not
+        checked here but in load(), since its tensors may not outlive the iteration."""
         if isinstance(named, Collection):
-            _require(self._required, {part for name, tensor in named for part in self._accept(name, tensor)[1]})
+            found = {part for name, tensor in named for part in self._accept(name, tensor)[1]}
+            _require(self._required.difference(kept), found)
 
-    def load(self, named: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy every tensor to its destination. ValueError at the first unknown or missing name or wrong shape."""
-        self._copy(named, self._required)
+    def load(self, named: Iterable[tuple[str, Tensor]], kept: Collection[str] = ()) -> None:
+        """Copy every tensor to its destination. ValueError at the first unknown or missing name or wrong shape; names
+        in `kept` may be missing."""
+        self._copy(named, self._required.difference(kept))
+
+    def has_new_tower(self, kept: Collection[str]) -> bool:
+        """Whether load() with these kept names changes the vision tower."""
+        return any(name.startswith(TOWER) for name in self._required.difference(kept))
 
     def _copy(self, named: Iterable[tuple[str, Tensor]], required: set[str]) -> None:
         loaded: set[str] = set()

@@ -10,7 +10,7 @@ import contextlib
 import gc
 import os
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -258,26 +258,34 @@ class VLLMEngine:
         """See GenEngine."""
         return {i: len(growing.token_ids) for i, growing in self._growing.items()}
 
-    def load_weights(self, named: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """See GenEngine. An iterator is consumed tensor by tensor; if it fails, the engine has no weights (version
+    def load_weights(self, named: Iterable[tuple[str, torch.Tensor]], version: int, kept: Collection[str] = ()) -> None:
+        """See KeepsWeights. An iterator is consumed tensor by tensor; if it fails, the engine has no weights (version
         -1)."""
         if version < 0:
             raise ValueError(f"weights version is {version}, 0 or more is needed")
         if not isinstance(named, Iterator):
             named = list(named)
-            self._names.check(named)
+            self._names.check(named, kept)
         self.version = -1
         self.wake()
         # vLLM keeps a layer's tensors until it has all of them, and the sender may overwrite its buffer earlier.
-        checked = self._names.checked(named)
-        copies = ((name, as_published(self._model_type, name, tensor).clone()) for name, tensor in checked)
+        checked, arrived = self._names.checked(named, kept), set[str]()
+
+        def copies() -> Iterator[tuple[str, torch.Tensor]]:
+            for name, tensor in checked:
+                arrived.add(name)
+                yield name, as_published(self._model_type, name, tensor).clone()
+
+        features = dict(self._runner.encoder_cache)
         with torch.inference_mode():
             if self._adapter is not None:
-                self._adapter.load(dict(copies))
+                self._adapter.load(dict(copies()))
             else:
-                reload(self._engine, self._runner.get_model(), copies)
-        if self._images is not None:
+                reload(self._engine, self._runner.get_model(), copies(), complete=not kept)
+        if self._vision is not None and any(name.startswith(self._vision.towers) for name in arrived):
             self._engine.reset_encoder_cache()  # the outputs of the previous tower
+        else:
+            self._runner.encoder_cache.update(features)  # which vLLM's worker has dropped, but not its scheduler
         self.version = version
         waiting = [growing.request for growing in self._growing.values() if not growing.token_ids]
         self._engine.abort_request([str(request.id) for request in waiting])

@@ -158,6 +158,7 @@ SPEC = GenEngineSpec(
     plan="hpcrl.engines.gen.vllm.memory:cache",
     check_sizes="hpcrl.engines.gen.vllm.memory:check",
     memory_share=_planned_share,
+    keeps_weights=True,
     sleeps=True,
     shows_peers=lambda config: config.generator.section(VLLMConfig).custom_all_reduce,
 )

@@ -25,9 +25,10 @@ def as_published(model_type: str, name: str, tensor: Tensor) -> Tensor:
     return tensor
 
 
-def reload(engine: Any, model: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Load weights into vLLM's model. ValueError if a parameter gets no weight and would keep its old values, since
-    vLLM's loaders skip unknown names."""
+def reload(engine: Any, model: Any, weights: Iterable[tuple[str, Tensor]], complete: bool = True) -> None:
+    """Load weights into vLLM's model. ValueError if all weights are given, but a parameter gets none and would keep its
+    old values, since vLLM's loaders skip unknown names. Otherwise, parameters keep their values if they get no weight;
+    matrices that vLLM fuses must get all of their weights or none."""
     names: dict[int, set[str]] = {}  # names by parameter, which several modules may share
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), set()).add(name)
@@ -46,7 +47,7 @@ def reload(engine: Any, model: Any, weights: Iterable[tuple[str, Tensor]]) -> No
         del model.load_weights
     if _decoder(model).config.tie_word_embeddings:  # the head is a separate parameter in the CPU build
         missing = [name for name in missing if name not in HEADS]
-    if missing:
+    if missing and complete:
         some = ", ".join(missing[:3]) + (" ..." if len(missing) > 3 else "")
         raise ValueError(
             f"vLLM's {type(model).__name__} found no weights for {len(missing)} of its parameters among the trainer's: "

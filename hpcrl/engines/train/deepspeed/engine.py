@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -26,7 +27,7 @@ from hpcrl.engines.train.fsdp2.model import PackedCausalLM
 from hpcrl.engines.train.fsdp2.optimizer import make_optimizer
 from hpcrl.engines.train.fsdp2.spec import FSDP2Config
 from hpcrl.engines.train.fsdp2.trial import idle_parameters
-from hpcrl.engines.train.fsdp2.weights import fingerprint
+from hpcrl.engines.train.fsdp2.weights import fingerprint, is_frozen
 from hpcrl.engines.train.schedule import learning_rate, update_stats
 from hpcrl.metrics.stats import Stats
 from hpcrl.spec.weight_layout import TensorShards
@@ -168,8 +169,11 @@ class ZeroEngine(FSDP2Engine):
         return self._layout(self.weights.names, self.dtype)
 
     def _layout(self, names: Sequence[str], dtype: torch.dtype) -> list[TensorShards]:
-        kind, ranks = str(dtype).removeprefix("torch."), range(self.data_parallel_size)
-        return [TensorShards.unsharded(name, kind, zero.shape_of(self.weights[name]), ranks) for name in names]
+        kind, ranks, found = str(dtype).removeprefix("torch."), range(self.data_parallel_size), []
+        for name in names:
+            shards = TensorShards.unsharded(name, kind, zero.shape_of(self.weights[name]), ranks)
+            found.append(msgspec.structs.replace(shards, frozen=is_frozen(self.weights[name])))
+        return found
 
     def local_shards(self) -> Iterator[Tensor]:
         """See TrainEngine. Collective."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -124,9 +124,12 @@ class FakeTrainEngine:
             collected.append(update_stats(rate, grad_norm.item()))
         return merge(collected)
 
-    def named_weights(self, dtypes: Mapping[str, torch.dtype] = MappingProxyType({})) -> Iterator[tuple[str, Tensor]]:
+    def named_weights(
+        self, dtypes: Mapping[str, torch.dtype] = MappingProxyType({}), without: Collection[str] = ()
+    ) -> Iterator[tuple[str, Tensor]]:
         """See TrainEngine."""
-        yield "transitions", self.transitions.detach().to(dtypes.get("transitions", torch.float32), copy=True)
+        if "transitions" not in without:
+            yield "transitions", self.transitions.detach().to(dtypes.get("transitions", torch.float32), copy=True)
 
     def weight_layout(self) -> list[TensorShards]:
         """See TrainEngine."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, cast
@@ -428,9 +428,11 @@ class FSDP2Engine:
 
     # ---- weights and state
 
-    def named_weights(self, dtypes: Mapping[str, torch.dtype] = MappingProxyType({})) -> Iterator[tuple[str, Tensor]]:
+    def named_weights(
+        self, dtypes: Mapping[str, torch.dtype] = MappingProxyType({}), without: Collection[str] = ()
+    ) -> Iterator[tuple[str, Tensor]]:
         """See TrainEngine. The tensors are on the engine's device."""
-        return self._gathered(self.weights.names, dtypes)
+        return self._gathered([name for name in self.weights.names if name not in without], dtypes)
 
     def _gathered(self, names: Sequence[str], dtypes: Mapping[str, torch.dtype]) -> Iterator[tuple[str, Tensor]]:
         wanted, everything = {dtypes.get(name, self.dtype) for name in names}, names == self.weights.all_names

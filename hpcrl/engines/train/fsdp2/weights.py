@@ -7,9 +7,10 @@ import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import cast
 
+import msgspec
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
@@ -66,7 +67,8 @@ class NamedWeights:
             dim, shape = self.split_dims.get(name), list(tensor.shape)
             if dim is not None:
                 shape[dim] *= self._mesh.num_parts
-            found.append(self._mesh.shards_of(name, str(tensor.dtype).removeprefix("torch."), shape, dim))
+            shards = self._mesh.shards_of(name, str(tensor.dtype).removeprefix("torch."), shape, dim)
+            found.append(msgspec.structs.replace(shards, frozen=is_frozen(tensor)))
         return found
 
     def full_tensor(self, name: str, dtype: torch.dtype) -> Tensor:
@@ -92,6 +94,11 @@ def fingerprint(layout: Sequence[TensorShards], held: Iterable[Tensor]) -> str:
     sums = shard_checksums(dist.get_rank(), layout, needs, held).to(device)
     dist.all_reduce(sums)
     return hashlib.sha256(sums.cpu().numpy().tobytes()).hexdigest()[:16]
+
+
+def is_frozen(tensor: Tensor) -> bool:
+    """Whether this is a parameter without gradients. Buffers may change during training."""
+    return isinstance(tensor, nn.Parameter) and not tensor.requires_grad
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -323,10 +323,13 @@ class MegatronEngine:
 
     # ---- weights and state
 
-    def named_weights(self, dtypes: Mapping[str, torch.dtype] = MappingProxyType({})) -> Iterator[tuple[str, Tensor]]:
+    def named_weights(
+        self, dtypes: Mapping[str, torch.dtype] = MappingProxyType({}), without: Collection[str] = ()
+    ) -> Iterator[tuple[str, Tensor]]:
         """See TrainEngine. The tensors are on the engine's device."""
         self._gather()
-        yield from self.weights.full_tensors(self.weights.parameters, dtypes)
+        named = self.weights.full_tensors(self.weights.parameters, dtypes)
+        yield from ((name, tensor) for name, tensor in named if name not in without)
 
     def weight_layout(self) -> list[TensorShards]:
         """See TrainEngine."""
