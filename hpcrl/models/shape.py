@@ -15,6 +15,8 @@ ParameterSplit = Literal["column", "row", "key", "vocabulary", "expert", "whole"
 """What tensor parallelism splits, in this order: rows of a matrix, its columns, rows of key and value heads, rows of
 the vocabulary, experts, or nothing."""
 
+Unit = tuple[Literal["layer", "block"], int]
+"""A decoder layer, or a block of the vision tower."""
 LAYER_COUNTS = ("num_hidden_layers", "depth")
 MAX_LAYERS = 1000
 """Several times the maximum of published models. A plan's run time is quadratic in the number of layers."""
@@ -71,6 +73,13 @@ class Parameter:
     def size(self) -> int:
         """Number of elements."""
         return prod(self.shape)
+
+    @property
+    def unit(self) -> Unit | None:
+        """The layer or block to which it belongs."""
+        if self.block is not None:
+            return "block", self.block
+        return None if self.layer is None else ("layer", self.layer)
 
     @property
     def in_layers(self) -> bool:
@@ -150,17 +159,18 @@ class ModelShape:
         return len(self.expert_layers) * self.experts_per_token * (1 if self.num_experts <= 255 else 2)
 
     @cached_property
+    def unit_sizes(self) -> dict[Unit | None, int]:
+        """Numbers of parameters in each decoder layer and tower block; key None: outside all of them."""
+        sizes: dict[Unit | None, int] = {None: 0}
+        for parameter in self.parameters:
+            sizes[parameter.unit] = sizes.get(parameter.unit, 0) + parameter.size
+        return sizes
+
+    @property
     def gathered_together(self) -> tuple[int, int]:
         """Numbers of parameters in the largest decoder layer or tower block, and outside all of them."""
-        parts: dict[tuple[str, int], int] = {}
-        outside = 0
-        for parameter in self.parameters:
-            if parameter.layer is None and parameter.block is None:
-                outside += parameter.size
-                continue
-            key = ("block", parameter.block) if parameter.block is not None else ("layer", parameter.layer or 0)
-            parts[key] = parts.get(key, 0) + parameter.size
-        return max(parts.values(), default=0), outside
+        inside = (size for unit, size in self.unit_sizes.items() if unit is not None)
+        return max(inside, default=0), self.unit_sizes[None]
 
     def of_layer(self, layer: int | None) -> list[Parameter]:
         """The parameters of a layer; None selects the parameters outside the layers."""

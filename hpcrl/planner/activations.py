@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from hpcrl.config import Config
 from hpcrl.models.shape import ModelShape
 from hpcrl.models.tower import Tower
-from hpcrl.planner.image_memory import image_tokens_of_row, recomputed_block, tower_activations, tower_forward
+from hpcrl.planner.image_memory import image_tokens_of_row, tower_activations, tower_forward
 
 FP32 = 4
 INDEX = 8
@@ -52,20 +52,23 @@ def fsdp2_activations(shape: ModelShape, tokens: Tokens, num_bytes: int, checkpo
     """Bytes kept for the backward pass of one micro-batch, with num_bytes bytes per number in the compute dtype. With
     activation checkpointing, each layer keeps only its input."""
     hidden = shape.hidden_size
-    outside = tokens.total * (2 * shape.head_dim * num_bytes + INDEX)  # cosines and sines; token ids
+    outside = positions_bytes(shape, tokens, num_bytes)
     outside += tokens.total * _norm(shape, hidden, num_bytes)
     outside += tokens.predicted * (hidden * num_bytes + INDEX + 2 * FP32)
     outside += tower_activations(shape.tower, tokens.of_images, num_bytes, checkpointing)
     if checkpointing:
         return outside + shape.num_layers * tokens.total * hidden * num_bytes
-    return outside + sum(_layer(shape, layer, tokens, num_bytes) for layer in range(shape.num_layers))
+    return outside + sum(layer_bytes(shape, layer, tokens, num_bytes) for layer in range(shape.num_layers))
 
 
-def recomputed_layer(shape: ModelShape, tokens: Tokens, num_bytes: int) -> int:
-    """Bytes of the layer that is recomputed in the backward pass, and of the gradients of two of its widest tensors."""
-    layer = max(_layer(shape, layer, tokens, num_bytes) for layer in range(shape.num_layers))
-    layer += 2 * tokens.total * _widest(shape) * num_bytes
-    return max(layer, recomputed_block(shape.tower, tokens.of_images, num_bytes))
+def positions_bytes(shape: ModelShape, tokens: Tokens, num_bytes: int) -> int:
+    """Bytes of cosines, sines and token ids, which the whole backward pass needs."""
+    return tokens.total * (2 * shape.head_dim * num_bytes + INDEX)
+
+
+def flowing_bytes(shape: ModelShape, tokens: Tokens, num_bytes: int) -> int:
+    """Bytes of the gradients in a layer's backward pass: of its result, and of two of its widest tensors."""
+    return tokens.total * (shape.hidden_size + 2 * _widest(shape)) * num_bytes
 
 
 def recomputed_scores(shape: ModelShape, tokens: Tokens) -> int:
@@ -76,7 +79,7 @@ def recomputed_scores(shape: ModelShape, tokens: Tokens) -> int:
 
 def forward_only(shape: ModelShape, tokens: Tokens, num_bytes: int) -> int:
     """Peak bytes of one layer if nothing is kept for a backward pass."""
-    layer = max(_layer(shape, layer, tokens, num_bytes) for layer in range(shape.num_layers))
+    layer = max(layer_bytes(shape, layer, tokens, num_bytes) for layer in range(shape.num_layers))
     layer += 2 * tokens.total * shape.hidden_size * num_bytes
     return max(layer, tower_forward(shape.tower, tokens.of_images, num_bytes))
 
@@ -92,7 +95,8 @@ def _norm(shape: ModelShape, size: int, num_bytes: int) -> int:
     return size * (FP32 + (FP32 if shape.decoder.gemma else num_bytes)) + FP32
 
 
-def _layer(shape: ModelShape, layer: int, tokens: Tokens, num_bytes: int) -> int:
+def layer_bytes(shape: ModelShape, layer: int, tokens: Tokens, num_bytes: int) -> int:
+    """Bytes that autograd saves in a layer."""
     hidden, query, key = shape.hidden_size, shape.query_size, shape.key_size
     kept = (4 if shape.decoder.gemma else 2) * _norm(shape, hidden, num_bytes)
     kept += 2 * hidden * num_bytes  # input of attention and of the feed-forward layer
@@ -112,17 +116,33 @@ def _layer(shape: ModelShape, layer: int, tokens: Tokens, num_bytes: int) -> int
     return tokens.total * kept
 
 
-def logits_bytes(
+def forward_logits_bytes(
     shape: ModelShape, tokens: Tokens, chunk_tokens: int, num_bytes: int, float32_head: bool = False
 ) -> int:
-    """Bytes of a chunk of logits in fp32, of the other tensors at that time (the projection's result and gradient in
-    the compute dtype, or the softmax of a block of rows), and of the matrix's gradient, which is summed in fp32. With
-    float32_head, the hidden states and blocks of the matrix are converted to fp32 for the projection."""
+    """Bytes of a chunk of logits in fp32, and of the other tensors at that time: the projection's result and gradient
+    in the compute dtype, or the softmax of a block of rows. With float32_head, the hidden states and blocks of the
+    matrix are converted to fp32 for the projection."""
     chunk = min(chunk_tokens, tokens.predicted) * shape.vocab_size
     blocks = 2 * min(chunk, LOGITS_BLOCK) * FP32
     beside = blocks if num_bytes == FP32 else max(blocks, chunk * num_bytes)
-    matrix = shape.vocab_size * shape.hidden_size
     if float32_head and num_bytes != FP32:
         rows = min(chunk_tokens, tokens.predicted)
-        beside = max(beside, (min(matrix, LOGITS_BLOCK) + rows * shape.hidden_size) * FP32)
-    return chunk * FP32 + beside + matrix * (FP32 + num_bytes)
+        beside = max(beside, (min(_matrix(shape), LOGITS_BLOCK) + rows * shape.hidden_size) * FP32)
+    return chunk * FP32 + beside
+
+
+def logits_bytes(
+    shape: ModelShape, tokens: Tokens, chunk_tokens: int, num_bytes: int, float32_head: bool = False, gpu: bool = True
+) -> int:
+    """Bytes of the head's backward pass: the hidden states' gradient; the matrix's gradient, which is summed in fp32;
+    and a chunk of logits with the tensors beside it or, in the compute dtype, this chunk's gradients of logits and
+    matrix. A CPU also converts the latter to fp32."""
+    chunk, matrix = min(chunk_tokens, tokens.predicted) * shape.vocab_size, _matrix(shape)
+    converted = matrix * FP32 if num_bytes < FP32 and not gpu else 0
+    of_matrix = (chunk + matrix) * num_bytes + converted
+    of_logits = forward_logits_bytes(shape, tokens, chunk_tokens, num_bytes, float32_head)
+    return tokens.predicted * shape.hidden_size * num_bytes + matrix * FP32 + max(of_logits, of_matrix)
+
+
+def _matrix(shape: ModelShape) -> int:
+    return shape.vocab_size * shape.hidden_size

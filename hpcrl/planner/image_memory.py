@@ -57,15 +57,32 @@ def tower_activations(tower: Tower | None, num_tokens: int, num_bytes: int, chec
     only its input."""
     if tower is None:
         return 0
-    hidden = tower.hidden_size
+    outside, of_block = _outside(tower, num_bytes), kept_of_block(tower, num_tokens, num_bytes, checkpointing)
+    # The first merger's input is the last block's output; the other mergers read inputs of blocks.
+    outside += _norm(tower, num_bytes) + 3 * tower.hidden_size * num_bytes
+    return num_tokens * tower.patches * outside + tower.depth * of_block
+
+
+def _outside(tower: Tower, num_bytes: int) -> int:
+    """Bytes per patch that are kept outside the blocks and the first merger."""
+    hidden, others = tower.hidden_size, tower.num_mergers - 1
     outside = tower.patch_values * num_bytes
     outside += 2 * hidden // tower.num_heads * FP32  # cosines and sines
     outside += 4 * (INDEX + FP32) * (tower.num_positions > 0)  # four positions per patch, and their shares
-    # The first merger's input is the last block's output; the other mergers read inputs of blocks.
-    outside += tower.num_mergers * (_norm(tower, num_bytes) + 3 * hidden * num_bytes)
-    outside -= (tower.num_mergers - 1) * hidden * num_bytes
-    blocks = tower.depth * (hidden * num_bytes if checkpointing else _block(tower, num_bytes))
-    return num_tokens * tower.patches * (outside + blocks)
+    return outside + others * (_norm(tower, num_bytes) + 2 * hidden * num_bytes)
+
+
+def kept_of_block(tower: Tower, num_tokens: int, num_bytes: int, checkpointing: bool) -> int:
+    """Bytes that a block keeps for its backward pass."""
+    of_patch = tower.hidden_size * num_bytes if checkpointing else _block(tower, num_bytes)
+    return num_tokens * tower.patches * of_patch
+
+
+def kept_of_ends(tower: Tower, num_tokens: int, num_bytes: int) -> int:
+    """Bytes that are kept outside the blocks while these compute their backward pass: all but the first merger's; and
+    the gradients of the features that the other mergers make."""
+    of_features = (tower.num_mergers - 1) * tower.out_size * num_bytes
+    return num_tokens * (tower.patches * _outside(tower, num_bytes) + of_features)
 
 
 def patch_bytes(tower: Tower | None, num_tokens: int, num_bytes: int) -> int:
@@ -73,12 +90,32 @@ def patch_bytes(tower: Tower | None, num_tokens: int, num_bytes: int) -> int:
     return num_tokens * tower.patches * tower.patch_values * FP32 * (num_bytes < FP32) if tower is not None else 0
 
 
-def recomputed_block(tower: Tower | None, num_tokens: int, num_bytes: int) -> int:
-    """Bytes of the block that is recomputed in the backward pass, and of the gradients of two of its widest tensors."""
-    if tower is None:
+def recomputed_block(tower: Tower, num_tokens: int, num_bytes: int) -> int:
+    """Bytes that a block saves beyond its input. The input is also the first norm's, except that RMSNorm converts it to
+    fp32."""
+    shared = tower.hidden_size * num_bytes if num_bytes == FP32 or not tower.gated else 0
+    return num_tokens * tower.patches * (_block(tower, num_bytes) - shared)
+
+
+def flowing_in_block(tower: Tower, num_tokens: int, num_bytes: int) -> int:
+    """Bytes of the gradients in a block's backward pass: of its result, and of the feed-forward layer's tensors, or of
+    attention's, where queries and keys are rotated in fp32 and the feed-forward layer's tensors are freed."""
+    hidden, inner = tower.hidden_size, tower.intermediate_size
+    fed = (2 if tower.gated else 1) * inner * num_bytes
+    freed = _norm(tower, num_bytes) + (hidden + (4 if tower.gated else 2) * inner) * num_bytes
+    attended = 4 * hidden * (num_bytes + FP32) - freed
+    return num_tokens * tower.patches * (hidden * num_bytes + max(fed, attended))
+
+
+def convolution_bytes(tower: Tower, num_tokens: int, num_bytes: int) -> int:
+    """Bytes of the patches' convolution in its backward pass on CPUs: in bf16 the kernel (oneDNN, as measured) pads
+    three channels to 16, and has the matrix and its gradient in fp32, up to 18 further rows, and copies of its input
+    and result."""
+    if num_bytes == FP32:
         return 0
-    widest = max(tower.intermediate_size, 3 * tower.hidden_size)
-    return num_tokens * tower.patches * (_block(tower, num_bytes) + 2 * widest * num_bytes)
+    row = 16 * tower.frames * tower.patch_size**2 * FP32
+    copied = num_tokens * tower.patches * (2 * tower.patch_values + tower.hidden_size) * num_bytes
+    return (2 * tower.hidden_size + 18) * row + tower.hidden_size * tower.patch_values * num_bytes + copied
 
 
 def tower_forward(tower: Tower | None, num_tokens: int, num_bytes: int) -> int:

@@ -22,7 +22,7 @@ from hpcrl.planner.generator import (
     token_bytes,
 )
 from hpcrl.planner.image_memory import controller_pixels, pixel_parts, with_row_tokens
-from hpcrl.planner.memory_parts import PHASES, Part, Phase
+from hpcrl.planner.memory_parts import PHASES, Part, Phase, has_gpus
 from hpcrl.planner.traffic import weight_groups
 from hpcrl.planner.trainer import check_critic, check_reference, train_plan
 from hpcrl.spec.table import load
@@ -242,15 +242,6 @@ def sends_over_nccl(config: Config, layout: RoleLayout) -> bool:
     both: tuple[RoleName, ...] = ("trainer", "generator")
     apart = bool(layout.replicas) and not layout.generates_on_trainers
     return apart and all(has_gpus(config, (role,)) for role in both)
-
-
-def has_gpus(config: Config, roles: tuple[RoleName, ...]) -> bool:
-    """Whether these ranks use GPUs, according to the configuration."""
-    if config.cluster.device != "auto":
-        return config.cluster.device == "cuda"
-    components = config.cluster.components.values()
-    own = [spec for spec in components if set(spec.roles) & set(roles)] or list(components)
-    return any(spec.gpus_per_node for spec in own)
 
 
 def host_bytes(kinds: Sequence[RankMemory], ranks: Sequence[int]) -> int:

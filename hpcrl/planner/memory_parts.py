@@ -60,3 +60,12 @@ def samples_of_an_update(config: Config) -> int:
     """Sequences per optimizer step."""
     parts = config.algorithm.num_mini_batches if config.pipeline_spec.batch_size is None else 1
     return samples_of_a_step(config) // parts
+
+
+def has_gpus(config: Config, roles: tuple[RoleName, ...]) -> bool:
+    """Whether these ranks use GPUs, according to the configuration."""
+    if config.cluster.device != "auto":
+        return config.cluster.device == "cuda"
+    components = config.cluster.components.values()
+    own = [spec for spec in components if set(spec.roles) & set(roles)] or list(components)
+    return any(spec.gpus_per_node for spec in own)

@@ -14,8 +14,7 @@ from hpcrl.config.judging import as_judges
 from hpcrl.models.families import shape_of
 from hpcrl.models.shape import ModelShape, Parameter
 from hpcrl.planner.generator import check_engine_sizes, generator_parts, prefill_width
-from hpcrl.planner.memory import has_gpus
-from hpcrl.planner.memory_parts import BYTES, PHASES, Part
+from hpcrl.planner.memory_parts import BYTES, PHASES, Part, has_gpus
 
 
 def judge_parts(config: Config, shape: ModelShape, num_ranks: int) -> list[Part]:

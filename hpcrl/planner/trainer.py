@@ -13,7 +13,7 @@ from hpcrl.cluster.layout import RoleLayout
 from hpcrl.config import Config, Problem
 from hpcrl.models.families import shape_of
 from hpcrl.models.shape import CannotPlanError, ModelShape, Parameter
-from hpcrl.planner.activations import Tokens, forward_only, logits_bytes
+from hpcrl.planner.activations import Tokens, forward_logits_bytes, forward_only
 from hpcrl.planner.image_memory import with_row_tokens
 from hpcrl.planner.memory_parts import BYTES, PHASES, Change, Part, Phase, PlanRow, samples_of_a_step
 from hpcrl.planner.traffic import Sent, StepWork
@@ -108,7 +108,8 @@ def forward_parts(
     samples = samples_of_a_step(config)
     compute = BYTES[config.trainer.param_dtype]
     tokens = Tokens.of(config, -(-samples * sharing // num_ranks), shape.tower).shared(sharing)
-    logits = logits_bytes(shape, tokens, config.trainer.logits_chunk_tokens, compute, bool(config.trainer.head_dtype))
+    chunk, in_float32 = config.trainer.logits_chunk_tokens, bool(config.trainer.head_dtype)
+    logits = forward_logits_bytes(shape, tokens, chunk, compute, in_float32)
     return [
         Part("reference", "weights", weights, PHASES, on_host),
         Part("reference", "gathered weights", gathered, ("reference",)),

@@ -9,10 +9,10 @@ from hpcrl.config import Config, Problem
 from hpcrl.engines.train.deepspeed.spec import BUCKET_NUMBERS, DeepSpeedConfig
 from hpcrl.engines.train.deepspeed.traffic import step_traffic
 from hpcrl.models.shape import CannotPlanError, ModelShape
-from hpcrl.planner.activations import FP32, Tokens, fsdp2_activations, logits_bytes, recomputed_layer, recomputed_scores
+from hpcrl.planner.activations import FP32, Tokens
 from hpcrl.planner.adapters import trained, with_adapters
-from hpcrl.planner.image_memory import patch_bytes
 from hpcrl.planner.memory_parts import BYTES, PHASES, Change, Part, Phase, PlanRow, samples_of_an_update
+from hpcrl.planner.moments import fullest, moments
 from hpcrl.planner.traffic import Sent, StepWork
 from hpcrl.planner.trainer import forward_parts
 
@@ -104,11 +104,9 @@ def trainer_parts(config: Config, shape: ModelShape, num_ranks: int) -> list[Par
     """Memory parts of any trainer rank."""
     trainer, zero = config.trainer, own(config)
     tokens = Tokens.of(config, -(-samples_of_an_update(config) // num_ranks), shape.tower)
-    compute, checkpointing = BYTES[trainer.param_dtype], zero.activation_checkpointing
+    compute = BYTES[trainer.param_dtype]
     largest = PLAN.largest_tensor(trained(config, shape))
     converted = compute + FP32 * (compute < FP32 and zero.zero_stage == 3)  # ZeRO-3 converts gradients to reduce them
-    recomputed = recomputed_layer(shape, tokens, compute) if checkpointing else 0
-    logits = logits_bytes(shape, tokens, trainer.logits_chunk_tokens, compute, bool(trainer.head_dtype))
     snapshot = PLAN.checkpoint_bytes(config, shape) // num_ranks + largest * (FP32 + OPTIMIZER_BYTES)
     step: tuple[Phase, ...] = ("train", "update")
     colocated = RoleLayout.from_config(config).generates_on_trainers
@@ -117,11 +115,7 @@ def trainer_parts(config: Config, shape: ModelShape, num_ranks: int) -> list[Par
         *weight_parts(config, shape, num_ranks),
         Part("trainer", "reduction", bucket_bytes(config, shape), PHASES if zero.zero_stage == 3 else step),
         Part("trainer", "largest gradient", largest * converted, ("train",)),
-        Part("trainer", "activations", fsdp2_activations(shape, tokens, compute, checkpointing), ("train",)),
-        Part("trainer", "patches", patch_bytes(shape.tower, tokens.of_images, compute), ("train",)),
-        Part("trainer", "recomputed layer", recomputed, ("train",)),
-        Part("trainer", "recomputed scores", recomputed_scores(shape, tokens), ("train",)),
-        Part("trainer", "logits", logits, ("train",)),
+        *fullest(moments(config, shape, tokens, zero.activation_checkpointing)),
         Part("trainer", "snapshot", snapshot * bool(config.save_every), on_host=True),  # from the first save on
         Part("trainer", "gathered weights", 2 * largest * BYTES[published], ("publish",)),
     ]

@@ -8,21 +8,19 @@ from collections.abc import Iterator
 
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.config import Config, Problem
+from hpcrl.engines.train.fsdp2.gathered import State, stays_gathered
 from hpcrl.engines.train.fsdp2.spec import BLOCK, MIN_NUMBERS, FSDP2Config, indivisible_heads, is_unsharded, problem
 from hpcrl.engines.train.fsdp2.traffic import is_for_muon, step_traffic
 from hpcrl.models.shape import CannotPlanError, ModelShape, Parameter
-from hpcrl.planner.activations import FP32, Tokens, fsdp2_activations, logits_bytes, recomputed_layer, recomputed_scores
+from hpcrl.planner.activations import FP32, Tokens
 from hpcrl.planner.adapters import trained, with_adapters
-from hpcrl.planner.image_memory import patch_bytes
 from hpcrl.planner.memory_parts import BYTES, PHASES, Change, Part, Phase, PlanRow, samples_of_an_update
+from hpcrl.planner.moments import Beside, fullest, moments
 from hpcrl.planner.traffic import Sent, StepWork
 from hpcrl.planner.trainer import forward_parts
 
-SMALL_MODEL_BYTES = 4 << 30
-"""As in engines/train/fsdp2/engine.py."""
 LAYERS_GATHERED = 2
-"""Gathered layers of a larger model: the computing layer and the prefetched next one; for gradients, the computing
-layer and the layer whose gradients are reduced."""
+"""Gathered layers of a larger model in a forward pass: the computing layer and the buffer of the last all-gather."""
 STEP_BYTES = 4
 """Bytes of AdamW's step counter per tensor."""
 
@@ -88,12 +86,8 @@ def _update_of_a_matrix(config: Config, shape: ModelShape, num_shards: int) -> P
     return Part("trainer", "update of a matrix", most, ("update",))
 
 
-def _stays_gathered(shape: ModelShape, compute: int, num_trained: int) -> bool:
-    return shape.num_parameters * compute + FP32 * num_trained <= SMALL_MODEL_BYTES
-
-
 def _gathered_numbers(shape: ModelShape, all_at_once: bool) -> int:
-    """Numbers of these parameters that a rank has unsharded during computation or gradient reduction."""
+    """Numbers of these parameters that a rank has unsharded in a forward pass."""
     if all_at_once:
         return shape.num_parameters
     layer, outside = shape.gathered_together
@@ -108,42 +102,25 @@ def _held_bytes(config: Config, shape: ModelShape, num_shards: int) -> int:
 
 def fsdp2_parts(config: Config, shape: ModelShape, num_ranks: int) -> list[Part]:
     """Parts of the first rank, which has the most rows."""
-    if is_unsharded(config, num_ranks):
-        return _whole_parts(config, shape)
-    trainer, own = config.trainer, config.trainer.section(FSDP2Config)
+    own = config.trainer.section(FSDP2Config)
+    unsharded = is_unsharded(config, num_ranks)
     tokens = _tokens(config, shape, samples_of_an_update(config), num_ranks)
-    master, compute = BYTES[config.model.dtype], BYTES[trainer.param_dtype]
-    published, shape, shards = _gathered_to_publish(config, shape), shape_of_rank(own, shape), own.num_shards(num_ranks)
-    learnt, whole = trained(config, shape), with_adapters(config, shape)
-    numbers, stays = shard_size(learnt, shards), _stays_gathered(whole, compute, learnt.num_parameters)
-    gathered, reduced_numbers = _gathered_numbers(whole, stays), _gathered_numbers(learnt, stays)
-    offloaded = own.cpu_offload
-    activations = fsdp2_activations(shape, tokens, compute, own.activation_checkpointing)
-    kept_layers = 0 if own.activation_checkpointing else shape.num_layers
-    activations += of_other_ranks(own, shape, tokens, compute, kept_layers)
-    recomputed = 0
-    if own.activation_checkpointing:
-        recomputed = recomputed_layer(shape, tokens, compute) + of_other_ranks(own, shape, tokens, compute, 1)
-    logits = logits_bytes(shape, tokens, trainer.logits_chunk_tokens, compute, bool(trainer.head_dtype))
-    optimizer = optimizer_bytes(config, learnt, shards)
-    snapshot = numbers * master + optimizer
+    published = 0 if unsharded else _gathered_to_publish(config, shape)
+    shape = shape_of_rank(own, shape)
+    state = State.of(config, shape, num_ranks)
+    learnt, numbers = state.learnt, shard_size(state.learnt, state.num_shards)
+    master, optimizer = BYTES[config.model.dtype], optimizer_bytes(config, learnt, state.num_shards)
+    found = moments(config, shape, tokens, own.activation_checkpointing, _of_other_ranks(config, shape, tokens))
     # Gradients of a gathered model are reduced after the last backward, others after each backward.
-    reduced: tuple[Phase, ...] = ("update",) if stays else ("train", "update")
+    reduced: tuple[Phase, ...] = ("train", "update") if state.by_layer else ("update",)
     return [
-        Part("trainer", "weights", _held_bytes(config, shape, shards), PHASES, offloaded),
-        Part("trainer", "optimizer", optimizer, PHASES, offloaded),
-        Part("trainer", "gradients", numbers * master, reduced, offloaded),
-        _update_of_a_matrix(config, learnt, shards),
-        Part("trainer", "gathered weights", gathered * compute, ("train", "update")),
-        Part("trainer", "gathered gradients", reduced_numbers * FP32, ("train", "update")),
-        # Gradients are copied into one buffer before the reduction; a single rank has no reduction.
-        Part("trainer", "reduction", reduced_numbers * FP32 * (num_ranks > 1), ("update",)),
-        Part("trainer", "activations", activations, ("train",)),
-        Part("trainer", "patches", patch_bytes(shape.tower, tokens.of_images, compute), ("train",)),
-        Part("trainer", "recomputed layer", recomputed, ("train",)),
-        Part("trainer", "recomputed scores", recomputed_scores(shape, tokens), ("train",)),
-        Part("trainer", "logits", logits, ("train",)),
-        Part("trainer", "snapshot", snapshot * bool(config.save_every), on_host=True),  # from the first save on
+        Part("trainer", "weights", _held_bytes(config, shape, state.num_shards), PHASES, own.cpu_offload),
+        Part("trainer", "optimizer", optimizer, PHASES, own.cpu_offload),
+        Part("trainer", "gradients", numbers * master, reduced, own.cpu_offload),
+        _update_of_a_matrix(config, learnt, state.num_shards),
+        *fullest(found, state.parts_at),
+        *state.reduction(numbers * master * (not own.cpu_offload)),
+        Part("trainer", "snapshot", (numbers * master + optimizer) * bool(config.save_every), on_host=True),
         Part("trainer", "gathered weights", published, ("publish",)),
     ]
 
@@ -155,41 +132,8 @@ def _gathered_to_publish(config: Config, shape: ModelShape) -> int:
         return 0
     wire, compute = BYTES[config.generator.dtype], BYTES[config.trainer.param_dtype]
     part = shape_of_rank(config.trainer.section(FSDP2Config), shape)
-    at_once = config.lora is None and wire == compute and _stays_gathered(part, compute, part.num_parameters)
+    at_once = config.lora is None and wire == compute and stays_gathered(part, compute, part.num_parameters)
     return part.num_parameters * compute * at_once + 2 * PLAN.largest_tensor(trained(config, shape)) * wire
-
-
-def _whole_parts(config: Config, shape: ModelShape) -> list[Part]:
-    """Parts of the only rank if its parameters are plain tensors."""
-    trainer, samples = config.trainer, samples_of_an_update(config)
-    tokens, num_bytes, compute = (
-        Tokens.of(config, samples, shape.tower),
-        BYTES[config.model.dtype],
-        BYTES[trainer.param_dtype],
-    )
-    learnt = trained(config, shape)
-    own, numbers = trainer.section(FSDP2Config), learnt.num_parameters
-    activations = fsdp2_activations(shape, tokens, compute, own.activation_checkpointing)
-    gradients, optimizer = numbers * num_bytes, optimizer_bytes(config, learnt)
-    if samples * config.max_row_tokens > trainer.max_tokens_per_micro_batch:
-        kept = numbers * FP32  # accumulated from previous micro-batches
-    else:
-        kept = max(0, gradients - activations)  # a backward pass frees activations while it creates gradients
-    recomputed = recomputed_layer(shape, tokens, compute) if own.activation_checkpointing else 0
-    logits = logits_bytes(shape, tokens, trainer.logits_chunk_tokens, compute, bool(trainer.head_dtype))
-    return [
-        Part("trainer", "weights", _held_bytes(config, shape, 1)),
-        Part("trainer", "optimizer", optimizer),
-        Part("trainer", "gradients", kept, ("train",)),
-        Part("trainer", "gradients", gradients, ("update",)),
-        _update_of_a_matrix(config, learnt, 1),
-        Part("trainer", "activations", activations, ("train",)),
-        Part("trainer", "patches", patch_bytes(shape.tower, tokens.of_images, compute), ("train",)),
-        Part("trainer", "recomputed layer", recomputed, ("train",)),
-        Part("trainer", "recomputed scores", recomputed_scores(shape, tokens), ("train",)),
-        Part("trainer", "logits", logits, ("train",)),
-        Part("trainer", "snapshot", (numbers * num_bytes + optimizer) * bool(config.save_every), on_host=True),
-    ]
 
 
 def shape_of_rank(own: FSDP2Config, shape: ModelShape) -> ModelShape:
@@ -209,6 +153,12 @@ def _tokens(config: Config, shape: ModelShape, num_samples: int, num_ranks: int)
     """A rank's share of the tokens of its rows' largest micro-batch."""
     width = config.trainer.section(FSDP2Config).ranks_of_a_row
     return Tokens.of(config, -(-num_samples * width // num_ranks), shape.tower).shared(width)
+
+
+def _of_other_ranks(config: Config, shape: ModelShape, tokens: Tokens) -> Beside:
+    own, compute = config.trainer.section(FSDP2Config), BYTES[config.trainer.param_dtype]
+    outside = of_other_ranks(own, shape, tokens, compute, 0)
+    return Beside(of_other_ranks(own, shape, tokens, compute, 1) - outside, outside)
 
 
 def of_other_ranks(own: FSDP2Config, shape: ModelShape, tokens: Tokens, num_bytes: int, num_layers: int) -> int:
@@ -245,7 +195,7 @@ class FSDP2Plan:
         own, compute = config.trainer.section(FSDP2Config), BYTES[config.trainer.param_dtype]
         shape = shape_of_rank(own, shape)
         weights = shard_size(shape, own.num_shards(num_ranks)) * BYTES[config.model.dtype]
-        gathered = _gathered_numbers(shape, _stays_gathered(shape, compute, 0)) * compute
+        gathered = _gathered_numbers(shape, stays_gathered(shape, compute, 0)) * compute
         gathered *= not is_unsharded(config, num_ranks)
         return forward_parts(config, shape, num_ranks, weights, gathered, own.cpu_offload, own.ranks_of_a_row)
 
@@ -265,7 +215,7 @@ class FSDP2Plan:
             raise CannotPlanError(f"what ranks that share tokens exchange is not known for {shape.family}")
         part = shape_of_rank(own, shape)
         whole, learnt = with_adapters(config, part), trained(config, part)
-        at_once = _stays_gathered(whole, compute, learnt.num_parameters)
+        at_once = stays_gathered(whole, compute, learnt.num_parameters)
         return list(step_traffic(config, part, num_ranks, work, at_once))
 
     def changes(self, config: Config, shape: ModelShape) -> dict[str, list[Change]]:

@@ -20,7 +20,7 @@ from hpcrl.engines.train.megatron.spec import MegatronConfig
 from hpcrl.engines.train.megatron.traffic import stage_traffic
 from hpcrl.models.shape import CannotPlanError, ModelShape, Parameter
 from hpcrl.planner.activations import FP32, Tokens, logits_bytes
-from hpcrl.planner.memory_parts import BYTES, Change, Part, PlanRow, samples_of_an_update, split_size
+from hpcrl.planner.memory_parts import BYTES, Change, Part, PlanRow, has_gpus, samples_of_an_update, split_size
 from hpcrl.planner.traffic import Sent, StepWork, total_bytes
 from hpcrl.planner.trainer import forward_parts
 
@@ -110,7 +110,8 @@ def _stage_parts(config: Config, shape: ModelShape, num_ranks: int, stage: int, 
     logits = 0
     if stage == megatron.pipeline_parallel - 1:
         part = dataclasses.replace(shape, vocab_size=-(-shape.vocab_size // megatron.tensor_parallel))
-        logits = logits_bytes(part, tokens, trainer.logits_chunk_tokens, compute, bool(trainer.head_dtype))
+        sizes = (part, tokens, trainer.logits_chunk_tokens, compute, bool(trainer.head_dtype))
+        logits = logits_bytes(*sizes, gpu=has_gpus(config, ("trainer",)))
     # Ranks that also generate and have all layers gather a layer's experts as one tensor.
     largest = PLAN.largest_tensor(shape) if megatron.pipeline_parallel > 1 else max(p.size for p in shape.parameters)
     return [
