@@ -92,5 +92,5 @@ FAMILY = Family(
     native=True,
     renamed_in_files=True,
     vision=read_vision,
-    vllm_images=True,
+    vllm_images=("qwen2_5_vl",),
 )
