@@ -217,10 +217,14 @@ SMALL = {
 }
 
 
-def make_small(family: str, folder: Path, std: float = 0.08) -> Path:
-    """A random model of two layers behind a tower of two blocks. Weights are large, so images matter."""
+def make_small(family: str, folder: Path, std: float = 0.08, **changes: Any) -> Path:
+    """A random model of two layers behind a tower of two blocks, with these changes of its config. Weights are large,
+    so images matter."""
     small = SMALL[family]
-    config = AutoConfig.for_model(family.removesuffix("_large"), tie_word_embeddings=False, **small.config)
+    sections = {"tie_word_embeddings": False, **small.config}
+    for name, values in changes.items():
+        sections[name] = sections[name] | values if isinstance(values, dict) else values
+    config = AutoConfig.for_model(family.removesuffix("_large"), **sections)
     torch.manual_seed(1)
     model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
     for name, parameter in model.named_parameters():

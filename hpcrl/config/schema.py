@@ -338,6 +338,11 @@ class Config(Section):
         """Maximum sequence length in tokens."""
         return max((self.sequence_tokens(env) for env in self.envs.values()), default=self.max_turn_tokens)
 
+    @property
+    def max_image_tokens(self) -> int:
+        """Maximum tokens of an image: longer prompts are not used. Observations only end with their sequence."""
+        return self.max_sequence_tokens if self.envs else self.data.max_prompt_tokens
+
     def sequence_tokens(self, env: EnvConfig) -> int:
         """Maximum sequence length in an environment, tokens: every turn may have a full prompt and a full response, up
         to the environment's own limit for the whole sequence."""

@@ -54,8 +54,8 @@ UNKNOWN = Family(model_types=())
 PLANNED = tuple(name for name, family in FAMILIES.items() if family.decoder is not None)
 NATIVE = tuple(name for name, family in FAMILIES.items() if family.native)
 MEGATRON = tuple(name for name, family in FAMILIES.items() if family.megatron is not None)
-VLLM_SEEING = tuple(name for name, family in FAMILIES.items() if family.vllm_images)
-SGLANG_SEEING = tuple(name for name, family in FAMILIES.items() if family.sglang_images)
+VLLM_SEEING = tuple(name for name, family in FAMILIES.items() if name in family.vllm_images)
+SGLANG_SEEING = tuple(name for name, family in FAMILIES.items() if name in family.sglang_images)
 SEEING = tuple(name for name, family in FAMILIES.items() if family.vision is not None)
 """Each a tuple of model_type values: parameters are known; the native generator runs them; Megatron trains them; vLLM
 gets images for them; SGLang does; images are understood."""

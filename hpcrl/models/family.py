@@ -52,10 +52,11 @@ class Family:
     untrainable: str = ""
     """Why engines that read hidden states train none of its models. If empty, the engine tries a small model before it
     reads weights (hpcrl.engines.train.fsdp2.trial)."""
-    vllm_images: bool = False
-    """Whether vLLM gets images for its models from hpcrl (hpcrl.engines.gen.vllm.image_prompts)."""
-    sglang_images: bool = False
-    """Whether SGLang gets images for its models from hpcrl (hpcrl.engines.gen.sglang.images)."""
+    vllm_images: tuple[str, ...] = ()
+    """The values of model_type of models for which vLLM gets images from hpcrl
+    (hpcrl.engines.gen.vllm.image_prompts)."""
+    sglang_images: tuple[str, ...] = ()
+    """The same for SGLang (hpcrl.engines.gen.sglang.images)."""
     vision: Callable[[Mapping[str, Any], Mapping[str, Any]], Vision | None] | None = None
     """Called with config.json and the image processor's values; ValueError for unusable ones, None for a model without
     a tower. None if no model of the family takes images, or if hpcrl does not know how they see them."""

@@ -36,4 +36,4 @@ def read_glm(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Vision:
     return GlmVision(**asdict(found) | limits)
 
 
-FAMILY = Family(model_types=("glm4v", "glm4v_moe", "glm46v"), vision=read_glm)
+FAMILY = Family(model_types=("glm4v", "glm4v_moe", "glm46v"), vision=read_glm, vllm_images=("glm4v",))

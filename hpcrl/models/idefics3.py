@@ -90,4 +90,4 @@ def read_idefics(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Vis
     return IdeficsVision(**found, longest=longest, splits=processor.get("do_image_splitting", True) is not False)
 
 
-FAMILY = Family(model_types=("idefics3", "smolvlm"), vision=read_idefics)
+FAMILY = Family(model_types=("idefics3", "smolvlm"), vision=read_idefics, vllm_images=("idefics3", "smolvlm"))

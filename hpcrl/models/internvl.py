@@ -82,4 +82,4 @@ def read_intern(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Visi
     return InternVision(**found, min_tiles=least, max_tiles=most)
 
 
-FAMILY = Family(model_types=("internvl",), vision=read_intern)
+FAMILY = Family(model_types=("internvl",), vision=read_intern, vllm_images=("internvl",))

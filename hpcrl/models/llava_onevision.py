@@ -36,6 +36,13 @@ class LlavaVision(Squares):
     form: ClassVar[Form] = "tiles"
     towers: ClassVar[tuple[str, ...]] = ("model.vision_tower.", "model.multi_modal_projector.", "model.image_newline")
 
+    @property
+    def max_tokens(self) -> int:
+        """Of the square, and of parts that are just not interpolated, with a newline per row."""
+        area = max(height * width for height, width in self.grid) // self.side**2
+        rows = max(height for height, _ in self.grid) // self.side * self._patches
+        return int((1 + min(area, 1.1**2 * self.most)) * self._patches**2) + rows
+
     def frame(self, width: int, height: int) -> tuple[int, int]:
         """Width and height of the frame for a picture, equal to `select_best_resolution` in transformers: with the most
         of the picture's pixels, then with the least padding."""
@@ -102,4 +109,4 @@ def _frames(given: Any, side: int) -> Iterator[tuple[int, int]]:
         yield int(height), int(width)
 
 
-FAMILY = Family(model_types=("llava_onevision",), vision=read_llava)
+FAMILY = Family(model_types=("llava_onevision",), vision=read_llava, vllm_images=("llava_onevision",))

@@ -92,6 +92,6 @@ FAMILY = Family(
     native=True,
     renamed_in_files=True,
     vision=read_vision,
-    vllm_images=True,
-    sglang_images=True,
+    vllm_images=("qwen2_5_vl",),
+    sglang_images=("qwen2_5_vl",),
 )

@@ -3,6 +3,5 @@
 from hpcrl.models.family import Family
 from hpcrl.models.vision import read_vision
 
-FAMILY = Family(
-    model_types=("qwen2_vl",), renamed_in_files=True, vision=read_vision, vllm_images=True, sglang_images=True
-)
+NAMES = ("qwen2_vl",)
+FAMILY = Family(model_types=NAMES, renamed_in_files=True, vision=read_vision, vllm_images=NAMES, sglang_images=NAMES)

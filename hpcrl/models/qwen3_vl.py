@@ -72,16 +72,16 @@ FAMILY = Family(
     decoder=Decoder(reads_bias=True, qk_norm=True, head_dim=128),
     read=read_shape,
     vision=read_vision,
-    vllm_images=True,
-    sglang_images=True,
+    vllm_images=("qwen3_vl",),
+    sglang_images=("qwen3_vl",),
 )
 MOE = Family(
     model_types=("qwen3_vl_moe",),
     decoder=Decoder(reads_bias=True, qk_norm=True, experts=True),
     read=read_shape,
     vision=read_vision,
-    vllm_images=True,
-    sglang_images=True,
+    vllm_images=("qwen3_vl_moe",),
+    sglang_images=("qwen3_vl_moe",),
     renamed_in_files=True,
     transposes_experts=True,
 )

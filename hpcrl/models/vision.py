@@ -96,6 +96,11 @@ class Vision:
         """Width and height of the smallest image that the tower reads."""
         return self.patch * self.merge, self.patch * self.merge
 
+    @property
+    def max_tokens(self) -> int:
+        """An upper limit of an image's tokens."""
+        return self.max_pixels // (self.patch * self.merge) ** 2
+
     def tiles(self, width: int, height: int) -> tuple[Tile, ...]:
         """The images that the model sees for a picture of this size. The last one shows the whole picture. ValueError
         as in fit()."""

@@ -72,7 +72,8 @@ def _images(config: Config, shape: ModelShape, prefill: int) -> tuple[int, int]:
         return 0, 0
     engine = GEN_ENGINES[config.gen_engine]
     if engine.reserves_for_images:
-        reserved = max(engine.kept_image_tokens, largest_image_tokens(config, shape.tower))
+        largest = min(config.max_image_tokens, largest_image_tokens(config, shape.tower))
+        reserved = max(engine.kept_image_tokens, largest)
         return reserved, reserved
     existing = samples_of_a_step(config) * image_tokens_of_row(config, shape.tower)
     largest = image_limit(config, shape.tower)

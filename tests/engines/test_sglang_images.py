@@ -16,9 +16,8 @@ from hpcrl.engines.gen.generation_engine import PromptRefused
 from hpcrl.engines.gen.sglang.images import image_hash
 from hpcrl.engines.gen.sglang.server import Made
 from hpcrl.engines.hf_folder import read_safetensors
-from hpcrl.models.families import vision_of
 from tests.contracts.gen.sglang import ENVIRONMENT, make_engine
-from tests.engines.image_requests import Answer, ask, generated, mixed, model_of, of_transformers, second_turn
+from tests.engines.image_requests import Answer, Prompts, ask, generated, known_vision, model_of, of_transformers
 from tests.vlm import make_vlm, noise
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl")
@@ -66,8 +65,7 @@ def recorded(folder: Path) -> tuple[Any, Recording]:
 
 def test_each_image_is_sent_once_and_dropped_after_its_last_request(folder: Path) -> None:
     engine, server = recorded(folder)
-    vision = vision_of(folder)
-    assert vision is not None
+    vision = known_vision(folder)
     a, b = (noise(28, 56, vision, seed) for seed in (1, 2))
     engine.add([ask(0, [a], "x"), ask(1, [a, b], "x"), ask(2, [], "x")])
     engine.step(4)
@@ -95,8 +93,7 @@ def test_weights_have_the_names_of_files(folder: Path) -> None:
 
 def test_requests_with_images_elsewhere_are_refused(folder: Path) -> None:
     engine, _ = recorded(folder)
-    vision = vision_of(folder)
-    assert vision is not None
+    vision = known_vision(folder)
     asked = ask(0, [noise(28, 56, vision, 1)], "x")
     moved = replace(asked, media=(msgspec.structs.replace(asked.media[0], start=0),))
     with pytest.raises(PromptRefused, match="request 0: image 0 of 28 x 56 pixels: tokens 0 to 1 are not 2 placeh"):
@@ -116,8 +113,7 @@ def test_an_image_has_other_hashes_under_other_weights() -> None:
 def test_responses_have_transformers_log_probs(family: str, tmp_path: Path) -> None:
     pytest.importorskip("sglang", reason="SGLang is not installed; make test-outside")
     folder = make_vlm(family, tmp_path / "model", vision_config={"in_chans": 3})
-    vision = vision_of(folder)
-    assert vision is not None
+    prompts = Prompts(folder)
     engine = make_engine(folder, start=own, max_length=256, cache_tokens=4096)
     found: list[Answer] = []
     version = 0
@@ -129,16 +125,16 @@ def test_responses_have_transformers_log_probs(family: str, tmp_path: Path) -> N
         version += 1
 
     load((0, 0))
-    requests = mixed(vision, 0)
+    requests = prompts.mixed(0)
     outputs = generated(engine, requests)
     found += [Answer("new", asked, output, (0, 0)) for asked, output in zip(requests, outputs, strict=True)]
-    again = second_turn(vision, requests[0], outputs[0])
+    again = prompts.second_turn(requests[0], outputs[0])
     found.append(Answer("second turn", again, generated(engine, [again])[0], (0, 0)))
     for seeds in ((1, 0), (1, 1)):
         running = [replace(requests[0], id=10 * version + 8), replace(requests[3], id=10 * version + 9)]
         engine.add(running)
         assert engine.step(4) == []
-        waiting = mixed(vision, 10 * version)
+        waiting = prompts.mixed(10 * version)
         engine.add(waiting)
         load(seeds)
         engine.recompute()

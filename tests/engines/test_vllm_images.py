@@ -5,11 +5,12 @@ vLLM runs in a process of its own, since its classes of vision-language models i
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,16 +25,20 @@ from transformers import AutoModelForImageTextToText
 from hpcrl.config import LoRAConfig
 from hpcrl.engines.gen.checks import check_requests
 from hpcrl.engines.gen.generation_engine import PromptRefused
+from hpcrl.engines.patches import tower_inputs
 from hpcrl.engines.train.fsdp2.lora import Adapters
-from hpcrl.models.families import read_shape, vision_of
+from hpcrl.models.families import read_shape
 from hpcrl.models.vision import Vision
 from hpcrl.planner.adapters import adapters
 from hpcrl.spec.media import IMAGE
-from tests.engines.image_requests import Answer, ask, generated, mixed, model_of, of_transformers, second_turn
+from tests.engines.image_requests import Answer, Prompts, ask, generated, known_vision, model_of, of_transformers
 from tests.vlm import PAD, make_vlm, noise
+from tests.vlm_families import SMALL, make_small
 
 ROOT = Path(__file__).resolve().parents[2]
-FAMILIES = ("qwen2_5_vl", "qwen3_vl tied", "qwen3_vl_moe")
+QWEN = ("qwen2_5_vl", "qwen3_vl tied", "qwen3_vl_moe")
+OTHERS = ("internvl tied", "smolvlm", "llava_onevision", "glm4v")
+MAX_TOKENS = 42
 EVERYWHERE = LoRAConfig(rank=8, alpha=16.0, parts=["decoder", "vision", "merger"])
 
 in_vllm = [
@@ -46,37 +51,54 @@ in_vllm = [
 
 def make_folder(family: str, folder: Path) -> Path:
     """With heads of 32 numbers, which all vLLM's kernels for CPUs have."""
-    kind = family.removesuffix(" tied")
+    kind, tied = family.removesuffix(" tied"), family.endswith(" tied")
+    text: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    if family in OTHERS:
+        text |= {"head_dim": 32, "tie_word_embeddings": tied}
+        if (rope := SMALL[kind].config["text_config"].get("rope_parameters")) is not None:
+            text["rope_parameters"] = rope | {"mrope_section": [4, 2, 2]}
+        more = {"vision_aspect_ratio": "anyres_max_9"} if kind == "llava_onevision" else {}
+        return make_small(kind, folder, text_config=text, tie_word_embeddings=tied, **more)
     sections: dict[str, Any] = {"mrope_section": [4, 6, 6], "rope_type": "default", "rope_theta": 1e4}
     if kind.startswith("qwen3"):
         sections |= {"mrope_section": [6, 5, 5], "mrope_interleaved": True}
-    text: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1, "rope_parameters": sections}
-    if kind.startswith("qwen3"):
         text |= {"head_dim": 32, "norm_topk_prob": True, "moe_intermediate_size": 96}
-    return make_vlm(kind, folder, text_config=text, tie_word_embeddings=kind != family)
+    return make_vlm(kind, folder, text_config=text | {"rope_parameters": sections}, tie_word_embeddings=tied)
+
+
+def tower_of(model: Any) -> Any:
+    """The tower of vLLM's model."""
+    modules = dict(model.named_modules())
+    return next(modules[name] for name in ("visual", "vision_tower", "model.vision_model") if name in modules)
 
 
 def answers(folder: Path) -> tuple[list[Answer], list[int]]:
-    """The answers of vLLM's engine for one family, and the patches in each call of its tower for the first requests."""
+    """The answers of vLLM's engine for one family, and the patches or squares in each call of its tower for the first
+    requests."""
     from vllm.multimodal import MULTIMODAL_REGISTRY
 
     from hpcrl.engines.gen.vllm.engine import VLLMEngine
     from tests.contracts.gen.vllm import leave_groups
 
-    vision = vision_of(folder)
-    assert vision is not None
+    prompts = Prompts(folder)
+    vision = prompts.vision
+    limits: dict[str, Any] = {"max_image_tokens": MAX_TOKENS}  # as by data.max_prompt_tokens
+    if folder.name == "qwen2_5_vl":
+        limits = {"max_pixels": MAX_TOKENS * (vision.patch * vision.merge) ** 2}
     engine = VLLMEngine(
         folder,
+        **limits,
         max_num_seqs=8,
         max_length=256,
         dtype="float32",
         cache_bytes=1 << 24,
         options={"block_size": 32},
-        max_pixels=42 * (vision.patch * vision.merge) ** 2,
         load=False,
     )
-    largest = MULTIMODAL_REGISTRY.create_processor(engine._runner.model_config).info.get_max_image_tokens()
-    assert largest == 42, f"vLLM reserves memory for images of {largest} tokens"
+    assert engine._runner.mm_budget.mm_max_toks_per_item == {"image": min(MAX_TOKENS, vision.max_tokens)}
+    if folder.name in QWEN:
+        largest = MULTIMODAL_REGISTRY.create_processor(engine._runner.model_config).info.get_max_image_tokens()
+        assert largest == MAX_TOKENS, f"vLLM reserves memory for images of {largest} tokens"
     found, calls, version = [], [], 0
 
     def load(seeds: tuple[int, int], kept: Sequence[str] = ()) -> None:
@@ -86,19 +108,23 @@ def answers(folder: Path) -> tuple[list[Answer], list[int]]:
         version += 1
 
     load((0, 0))
-    engine._runner.get_model().visual.register_forward_pre_hook(lambda module, args: calls.append(len(args[0])))
-    requests = mixed(vision, 0)
+
+    def called(module: Any, args: Any, kwargs: Any) -> None:
+        calls.append(len(args[0] if args else kwargs["pixel_values"]))
+
+    tower_of(engine._runner.get_model()).register_forward_pre_hook(called, with_kwargs=True)
+    requests = prompts.mixed(0)
     outputs = generated(engine, requests)
     found += [Answer("new", asked, output, (0, 0)) for asked, output in zip(requests, outputs, strict=True)]
     first_calls = list(calls)
-    again = second_turn(vision, requests[0], outputs[0])
+    again = prompts.second_turn(requests[0], outputs[0])
     found.append(Answer("second turn", again, generated(engine, [again])[0], (0, 0)))
     tower = [name for name, _ in model_of(folder, (0, 0)).named_parameters() if name.startswith(vision.towers)]
     for seeds, kept in (((1, 0), ()), ((1, 1), tower)):
         running = [replace(requests[0], id=10 * version + 8), replace(requests[3], id=10 * version + 9)]
         engine.add(running)
         assert engine.step(4) == []
-        waiting = mixed(vision, 10 * version)
+        waiting = prompts.mixed(10 * version)
         engine.add(waiting)  # with prefixes that are cached under the previous weights
         load(seeds, kept)
         calls.clear()
@@ -124,58 +150,71 @@ def with_adapters(folder: Path) -> list[Answer]:
     from hpcrl.engines.gen.vllm.engine import VLLMEngine
     from tests.contracts.gen.vllm import leave_groups
 
-    vision = vision_of(folder)
-    assert vision is not None
+    prompts = Prompts(folder)
     sizes: dict[str, Any] = {"max_num_seqs": 8, "max_length": 256, "cache_bytes": 1 << 24}
     engine = VLLMEngine(folder, dtype="float32", lora=EVERYWHERE, load=False, **sizes)
     engine.load_weights(((name, torch.zeros_like(t)) for name, t in adapter_weights(folder).items()), 0)
-    generated(engine, mixed(vision, 0))  # features of the tower without adapters, which must not be used again
+    generated(engine, prompts.mixed(0))  # features of the tower without adapters, which must not be used again
     engine.load_weights(adapter_weights(folder).items(), 1)
-    requests = mixed(vision, 20)
+    requests = prompts.mixed(20)
     found = [Answer("adapters", *pair, (0, 0)) for pair in zip(requests, generated(engine, requests), strict=True)]
     engine.close()
     leave_groups()
     return found
 
 
-def main(work: str) -> None:
-    """Write the answers for all families, in the process of vLLM."""
+def main(work: str, families: Sequence[str]) -> None:
+    """Write the answers for some families, in a process of vLLM."""
     torch.set_num_threads(1)
-    found = {family: answers(make_folder(family, Path(work) / family)) for family in FAMILIES}
+    found = {family: answers(make_folder(family, Path(work) / family)) for family in families}
     torch.save(found, f"{work}/answers")
-    torch.save(with_adapters(Path(work) / FAMILIES[0]), f"{work}/adapted")
+    if families == QWEN:
+        torch.save(with_adapters(Path(work) / QWEN[0]), f"{work}/adapted")
     sys.stdout.flush()
     os._exit(0)  # vLLM's threads may not end
 
 
 @pytest.fixture(scope="module")
-def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder in which a process has written models and answers."""
-    folder = tmp_path_factory.mktemp("vllm")
-    paths = [str(ROOT), *([] if find_spec("torchvision") else [str(ROOT / "tests" / "vllm_cpu")])]
-    environ = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "CUDA_VISIBLE_DEVICES": ""}
-    program = f"from tests.engines.test_vllm_images import main; main({str(folder)!r})"
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=environ, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False
-    )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    return folder
+def answered(tmp_path_factory: pytest.TempPathFactory) -> Callable[[tuple[str, ...]], Path]:
+    """The folder in which a process has written some families' models and answers."""
+
+    @functools.cache
+    def work(families: tuple[str, ...]) -> Path:
+        folder = tmp_path_factory.mktemp("vllm")
+        paths = [str(ROOT), *([] if find_spec("torchvision") else [str(ROOT / "tests" / "vllm_cpu")])]
+        environ = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "CUDA_VISIBLE_DEVICES": ""}
+        program = f"from tests.engines.test_vllm_images import main; main({str(folder)!r}, {families!r})"
+        command = [sys.executable, "-c", program]
+        done = subprocess.run(command, env=environ, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
+        assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+        return folder
+
+    return work
 
 
-@pytest.mark.parametrize("family", [pytest.param(family, marks=in_vllm) for family in FAMILIES])
-def test_responses_have_transformers_log_probs(family: str, work: Path) -> None:
+@pytest.mark.parametrize("family", [pytest.param(family, marks=in_vllm) for family in (*QWEN, *OTHERS)])
+def test_responses_have_transformers_log_probs(family: str, answered: Callable[[tuple[str, ...]], Path]) -> None:
+    work = answered(QWEN if family in QWEN else OTHERS)
     found, calls = torch.load(work / "answers", weights_only=False)[family]
     assert len(found) == 6 + 2 * 7
     models = {seeds: model_of(work / family, seeds) for seeds in {answer.weights for answer in found}}
     for answer in found:
-        wanted = of_transformers(work / family, models[answer.weights], answer)
-        error = np.abs(answer.output.gen_logprobs - wanted)[answer.first :].max()
+        logprobs = of_transformers(work / family, models[answer.weights], answer)
+        error = np.abs(answer.output.gen_logprobs - logprobs)[answer.first :].max()
         assert error < 1e-5, f"{answer.case}, request {answer.request.id}: {error}"
-    assert sum(calls) == 2 * 4 * 42 + 4 * 4, "the tower computes each of the three images once, also for a group"
+    if family in QWEN:
+        wanted = 2 * 4 * MAX_TOKENS + 4 * 4
+    else:
+        vision = known_vision(work / family)
+        shown = {medium.digest: medium.pixels for answer in found[:5] for medium in answer.request.media}
+        pixels = [tower_inputs([image], vision)["pixel_values"] for image in shown.values()]
+        wanted = sum(len(each[0] if vision.form == "listed squares" else each) for each in pixels)
+    assert sum(calls) == wanted, "the tower computes each image once, also for a group"
 
 
-@pytest.mark.parametrize("family", [pytest.param(FAMILIES[0], marks=in_vllm)])
-def test_adapters_of_the_tower_change_what_it_sees(family: str, work: Path) -> None:
+@pytest.mark.parametrize("family", [pytest.param(QWEN[0], marks=in_vllm)])
+def test_adapters_of_the_tower_change_what_it_sees(family: str, answered: Callable[[tuple[str, ...]], Path]) -> None:
+    work = answered(QWEN)
     folder = work / family
     model: Any = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
     model.load_state_dict(Adapters(EVERYWHERE).merged(dict(model.state_dict()) | adapter_weights(folder)))

@@ -219,8 +219,9 @@ def test_a_generator_keeps_features_of_images_up_to_its_limit() -> None:
     rows = config.rollout.num_prompts * config.rollout.group_size
     assert found == {"native": min(65_536, rows * 512) * of_token, "vllm": 4096 * of_token}
     small = {"engine": "vllm", "dtype": "bfloat16"}
-    for pixels, tokens in ((524_288, 2048), (3_145_728, 3072)):  # 512 and 3072 tokens of 32 x 32 pixels
-        data = {"max_prompt_tokens": 1024, "max_pixels": pixels}
+    limits = ((524_288, 1024, 2048), (3_145_728, 8192, 3072), (3_145_728, 2560, 2560), (3_145_728, 1024, 2048))
+    for pixels, prompt, tokens in limits:  # 512 and 3072 tokens of 32 x 32 pixels
+        data = {"max_prompt_tokens": prompt, "max_pixels": pixels}
         config = parse({"generator": small, "model": {"path": "/nowhere"}, "data": data})
         for without in (shape, with_row_tokens(shape, 0)):
             parts = {part.name: part.num_bytes for part in generator_parts(config, without, (), ())}
@@ -229,6 +230,13 @@ def test_a_generator_keeps_features_of_images_up_to_its_limit() -> None:
     text = read_shape(PUBLISHED["Qwen3-8B"][0])
     of_images = ("features of images", "vision tower")
     assert not any(p.num_bytes for p in generator_parts(config, text, (), ()) if p.name in of_images)
+
+
+def test_an_image_is_no_longer_than_a_prompt_or_an_episode() -> None:
+    rows = load(["+cluster=slurm", "+experiment=rlvr_vl_7b"])
+    assert rows.max_image_tokens == rows.data.max_prompt_tokens < rows.max_sequence_tokens
+    episodes = load(["+cluster=slurm", "+experiment=agentic_vl_sokoban"])
+    assert episodes.max_image_tokens == episodes.max_sequence_tokens
 
 
 @pytest.mark.parametrize("name", ["rlvr_vl_7b", "rlvr_vl_qwen3_8b", "agentic_vl_sokoban"])

@@ -72,7 +72,8 @@ def _image_problems(request: Request, vision: Vision) -> list[str]:
     unit, end = vision.patch * vision.merge, 0
     for number, medium in enumerate(request.media):
         size = f"image {number} of {medium.width} x {medium.height} pixels"
-        if min(medium.width, medium.height) < unit or medium.width % unit or medium.height % unit:
+        whole = vision.form == "tiles" or not (medium.width % unit or medium.height % unit)
+        if min(medium.width, medium.height) < 1 or not whole:
             return [f"{size}: sides must be multiples of {unit}"]
         wanted, first = vision.num_tokens(medium.width, medium.height), medium.start
         if medium.length != wanted:

@@ -30,7 +30,7 @@ from hpcrl.engines.gen.sampling import stream_origin
 from hpcrl.engines.gen.stops import StopStrings
 from hpcrl.engines.gen.vllm.amx import follow_onednn_limit
 from hpcrl.engines.gen.vllm.heads import check_head_size
-from hpcrl.engines.gen.vllm.image_prompts import ImagePrompts
+from hpcrl.engines.gen.vllm.image_prompts import ImagePrompts, keep_pixels, own_image_sizes
 from hpcrl.engines.gen.vllm.image_prompts import arguments as image_arguments
 from hpcrl.engines.gen.vllm.lora_loading import Adapter
 from hpcrl.engines.gen.vllm.lora_loading import arguments as adapter_arguments
@@ -87,6 +87,7 @@ def make(config: Config, model_path: Path, tokenizer: Any, replica: ReplicaRanks
         routes=routes_of(config, model_path),
         lora=config.lora,
         max_pixels=config.data.max_pixels,
+        max_image_tokens=config.max_image_tokens,
         load=False,
     )
 
@@ -133,6 +134,7 @@ class VLLMEngine:
         routes: Record the chosen experts in the column `routes` of outputs.
         lora: load_weights() gets adapters, and vLLM reads all other weights.
         max_pixels: Maximum pixels of an image. None means the maximum of the folder.
+        max_image_tokens: No prompt has an image with more tokens. None means max_length.
         load: Read the weights from the folder now. False leaves them to load_weights().
 
     ValueError if vLLM refuses the folder, the sizes or an option. The constructor is collective within the replica.
@@ -157,6 +159,7 @@ class VLLMEngine:
         routes: RouteShape | None = None,
         lora: LoRAConfig | None = None,
         max_pixels: int | None = None,
+        max_image_tokens: int | None = None,
         load: bool = True,
     ):
         from vllm.engine.arg_utils import EngineArgs
@@ -180,13 +183,17 @@ class VLLMEngine:
             "seed": 0,
         }
         vision = image_properties(Path(model_path), VLLM_SEEING)
+        reserved: int | None = None  # tokens of the largest image
         if vision is not None:
+            vision = vision if max_pixels is None else vision.limited(max_pixels)
+            reserved = min(vision.max_tokens, max_image_tokens or max_length)
             if not find_spec("torchvision"):
                 raise ValueError(
                     f"vLLM's classes of {model_path} import torchvision, which is not installed; install the version "
                     "that fits your torch"
                 )
-            arguments |= image_arguments(vision.limited(max_pixels).max_pixels if max_pixels is not None else None)
+            keep_pixels()
+            arguments |= image_arguments(vision, reserved)
         arguments |= replica_arguments(len(replica.ranks), custom_all_reduce) | dict(options or {})
         if lora is not None:
             arguments |= adapter_arguments(lora, Path(model_path))
@@ -199,7 +206,8 @@ class VLLMEngine:
             try:
                 config = EngineArgs(**arguments).create_engine_config(UsageContext.ENGINE_CONTEXT)
                 check_head_size(config)
-                self._engine = LLMEngine.from_vllm_config(config, disable_log_stats=True)
+                with own_image_sizes(config.model_config, reserved):
+                    self._engine = LLMEngine.from_vllm_config(config, disable_log_stats=True)
             except (TypeError, ValueError) as error:
                 named = f" with generator.vllm.options={dict(options)}" if options else ""
                 text = " ".join(str(error).partition(" [type=")[0].split())  # in one line: pydantic's text has several
@@ -269,19 +277,21 @@ class VLLMEngine:
         self.version = -1
         self.wake()
         # vLLM keeps a layer's tensors until it has all of them, and the sender may overwrite its buffer earlier.
+        model = self._runner.get_model()
         checked, arrived = self._names.checked(named, kept), set[str]()
 
         def copies() -> Iterator[tuple[str, torch.Tensor]]:
             for name, tensor in checked:
                 arrived.add(name)
-                yield name, as_published(self._model_type, name, tensor).clone()
+                published, values = as_published(model, self._model_type, name, tensor)
+                yield published, values.clone()
 
         features = dict(self._runner.encoder_cache)
         with torch.inference_mode():
             if self._adapter is not None:
                 self._adapter.load(dict(copies()))
             else:
-                reload(self._engine, self._runner.get_model(), copies(), complete=not kept)
+                reload(self._engine, model, copies(), complete=not kept)
         if self._vision is not None and any(name.startswith(self._vision.towers) for name in arrived):
             self._engine.reset_encoder_cache()  # the outputs of the previous tower
         else:

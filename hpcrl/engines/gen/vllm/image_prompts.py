@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+from unittest import mock
 from weakref import WeakValueDictionary
 
 import torch
 
 from hpcrl.engines.gen.generation_engine import Request
-from hpcrl.engines.patches import make_patches
-from hpcrl.models.vision import Vision
+from hpcrl.engines.patches import tower_inputs
+from hpcrl.models.vision import Form, Vision
 from hpcrl.spec.media import Medium
 
 
-def arguments(max_pixels: int | None) -> dict[str, Any]:
-    """Arguments of EngineArgs for a model with a vision tower, whose images have at most max_pixels pixels; None: the
-    maximum of its folder. vLLM reserves memory for an image of this size."""
-    limits = {} if max_pixels is None else {"mm_processor_kwargs": {"images_kwargs": {"max_pixels": max_pixels}}}
+def arguments(vision: Vision, max_tokens: int) -> dict[str, Any]:
+    """Arguments of EngineArgs for a model with a vision tower, whose images have at most max_tokens tokens. vLLM
+    reserves memory for an image of this size."""
+    limit = max(vision.min_pixels, min(vision.max_pixels, max_tokens * (vision.patch * vision.merge) ** 2))
     return {
-        **limits,
+        "mm_processor_kwargs": {"images_kwargs": {"max_pixels": limit}} if vision.form == "patches" else {},
         "skip_tokenizer_init": False,  # vLLM's processor, which it makes for its plan of memory, needs a tokenizer
         "mm_processor_cache_gb": 0,
         "mm_device_do_normalize": False,  # make_patches() normalises
@@ -28,6 +30,29 @@ def arguments(max_pixels: int | None) -> dict[str, Any]:
         "limit_mm_per_prompt": {"video": 0},
         "skip_mm_profiling": not torch.cuda.is_available(),
     }
+
+
+@contextlib.contextmanager
+def own_image_sizes(model_config: Any, max_tokens: int | None) -> Iterator[None]:
+    """Context in which vLLM's engine is made, for images of at most max_tokens tokens; None: there are none. vLLM would
+    make an image of maximum size with its own processor, only to count the image's tokens; it would also count all
+    parts of a picture, which are images of their own here."""
+    if max_tokens is None:
+        yield
+        return
+    from vllm.multimodal import MULTIMODAL_REGISTRY
+
+    info = MULTIMODAL_REGISTRY._get_model_cls(model_config)._processor_factory.info
+    with mock.patch.object(info, "get_mm_max_tokens_per_item", lambda *_, **__: {"image": max_tokens}):
+        yield
+
+
+def keep_pixels() -> None:
+    """Let vLLM's workers get the pixels of all requests. vLLM leaves pixels out if an image's prefix is cached, and
+    fails if it must compute the prefix again, after a preemption or new weights."""
+    from vllm.v1.core.sched import output
+
+    output.strip_covered_mm_data = lambda features, *_, **__: features
 
 
 class ImagePrompts:
@@ -61,20 +86,57 @@ class ImagePrompts:
     def _item(self, digest: str, medium: Medium) -> Any:
         item = self._items.get(digest)
         if item is None:
-            patches, grids = make_patches([medium.pixels], self._vision)
-            item = self._items[digest] = _item_of({"pixel_values": patches.to(self._dtype), "image_grid_thw": grids})
+            inputs = tower_inputs([medium.pixels], self._vision)
+            inputs["pixel_values"] = inputs["pixel_values"].to(self._dtype)
+            item = self._items[digest] = _item_of(*ITEMS[self._vision.form](inputs, self._vision))
         return item
 
 
-def _item_of(values: Mapping[str, torch.Tensor]) -> Any:
-    """One image, as vLLM's processors of Qwen-VL models return it, but with patches that stay in host memory until the
-    tower reads them. vLLM drops other patches of a request whose prefix is cached, and fails if it must compute the
-    prefix again, after a preemption or new weights."""
+Inputs = Mapping[str, torch.Tensor]
+"""Arguments of a model's embed_multimodal() in vLLM."""
+
+
+def _item_of(flat: Inputs, batched: Inputs) -> Any:
+    """One image, as vLLM's processors return it.
+
+    Args:
+        flat: Tensors that vLLM concatenates to the tensors of other images.
+        batched: Tensors [1, ...] that vLLM stacks, or puts into a list if shapes differ.
+    """
     from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems
 
-    sizes = values["image_grid_thw"].prod(-1)
-    config = {
-        "pixel_values": MultiModalFieldConfig.flat_from_sizes("image", sizes, keep_on_cpu=True),
-        "image_grid_thw": MultiModalFieldConfig.batched("image", keep_on_cpu=True),
-    }
-    return MultiModalKwargsItems.from_hf_inputs(values, config)["image"][0]
+    config = {name: MultiModalFieldConfig.batched("image", keep_on_cpu=name != "pixel_values") for name in batched}
+    for name, tensor in flat.items():
+        config[name] = MultiModalFieldConfig.flat_from_sizes("image", torch.tensor([len(tensor)]))
+    return MultiModalKwargsItems.from_hf_inputs({**flat, **batched}, config)["image"][0]
+
+
+ONE = torch.tensor([1])
+
+
+def _patches(inputs: Inputs, vision: Vision) -> tuple[Inputs, Inputs]:
+    return {"pixel_values": inputs["pixel_values"]}, {"image_grid_thw": inputs["image_grid_thw"]}
+
+
+def _squares(inputs: Inputs, vision: Vision) -> tuple[Inputs, Inputs]:
+    counts = dict.fromkeys(("num_patches", "image_num_patches"), ONE)
+    return {"pixel_values": inputs["pixel_values"]}, {**counts, "image_token_id": vision.image_token_id * ONE}
+
+
+def _listed_squares(inputs: Inputs, vision: Vision) -> tuple[Inputs, Inputs]:
+    (pixels,) = inputs["pixel_values"]
+    mask = torch.ones(len(pixels), *pixels.shape[2:], dtype=torch.bool)
+    return {"pixel_values": pixels, "pixel_attention_mask": mask}, {"num_patches": ONE}
+
+
+def _tiles(inputs: Inputs, vision: Vision) -> tuple[Inputs, Inputs]:
+    return {}, {"pixel_values": inputs["pixel_values"][None], "image_sizes": inputs["image_sizes"]}
+
+
+ITEMS: Mapping[Form, Callable[[Inputs, Vision], tuple[Inputs, Inputs]]] = {
+    "patches": _patches,
+    "squares": _squares,
+    "listed squares": _listed_squares,
+    "tiles": _tiles,
+}
+"""The two arguments of _item_of() for what hpcrl.engines.patches.tower_inputs() returns for one image."""

@@ -95,6 +95,9 @@ def _check(config: Any) -> Iterator[Problem]:
 def _unsupported(model: Mapping[str, Any], longest: int) -> Iterator[str]:
     """Report an architecture that neither the installed vLLM nor one of its plug-ins implements, and that transformers
     does not implement with replaceable attention."""
+    aspect = model.get("vision_aspect_ratio", LLAVA_ASPECT)
+    if model.get("model_type") == "llava_onevision" and aspect != LLAVA_ASPECT:
+        yield f"vision_aspect_ratio={aspect} (only {LLAVA_ASPECT})"
     own = table_keys("vllm", "model_executor/models/registry.py", MODELS)
     given = model.get("architectures")
     names = [str(name) for name in given] if isinstance(given, list) else []
@@ -133,6 +136,8 @@ def _need(config: Any, model: Any, name: str, shape: tuple[int, ...], index: int
     return RequiredSlices(config.generator.dtype, slices(options, model, name, shape, index, num_ranks))
 
 
+LLAVA_ASPECT = "anyres_max_9"
+"""vLLM's class of LLaVA-OneVision ignores other values of config.json, and would compute other features."""
 KEPT_IMAGE_TOKENS = 2048
 """vLLM's own max_num_batched_tokens, to which its encoder cache is limited; a larger image raises the limit."""
 

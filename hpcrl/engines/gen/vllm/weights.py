@@ -17,12 +17,19 @@ HEADS = ("lm_head.weight", "language_model.lm_head.weight")
 MERGED_EXPERTS = (".mlp.experts.gate_up_proj", ".mlp.experts.down_proj")
 
 
-def as_published(model_type: str, name: str, tensor: Tensor) -> Tensor:
-    """A weight in the layout of published files, which vLLM's loader expects. transformers 5 transposes the experts of
-    Qwen3-VL-MoE when it reads them."""
+SIGLIP = "model.vision_tower."
+"""Begins the names of a SigLIP tower's weights in transformers' models."""
+
+
+def as_published(model: Any, model_type: str, name: str, tensor: Tensor) -> tuple[str, Tensor]:
+    """A weight under the name and in the layout of published files, which the loader of vLLM's model expects.
+    transformers 5 transposes the experts of Qwen3-VL-MoE when it reads them, and leaves a level out of the names of a
+    SigLIP tower."""
+    if name.startswith(SIGLIP) and hasattr(model.vision_tower, "vision_model"):
+        name = f"{SIGLIP}vision_model.{name.removeprefix(SIGLIP)}"
     if family_of(model_type).transposes_experts and name.endswith(MERGED_EXPERTS):
-        return tensor.transpose(1, 2)
-    return tensor
+        tensor = tensor.transpose(1, 2)
+    return name, tensor
 
 
 def reload(engine: Any, model: Any, weights: Iterable[tuple[str, Tensor]], complete: bool = True) -> None:
@@ -45,7 +52,7 @@ def reload(engine: Any, model: Any, weights: Iterable[tuple[str, Tensor]], compl
         engine.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
     finally:
         del model.load_weights
-    if _decoder(model).config.tie_word_embeddings:  # the head is a separate parameter in the CPU build
+    if _is_tied(_decoder(model)):  # the head is a separate parameter in the CPU build
         missing = [name for name in missing if name not in HEADS]
     if missing and complete:
         some = ", ".join(missing[:3]) + (" ..." if len(missing) > 3 else "")
@@ -61,6 +68,12 @@ def _decoder(model: Any) -> Any:
     return getattr(model, "language_model", model)
 
 
+def _is_tied(decoder: Any) -> bool:
+    """Whether the head is the embedding. vLLM's class of Idefics3 has the head itself."""
+    config = decoder.config.text_config if hasattr(getattr(decoder, "model", None), "text_model") else decoder.config
+    return bool(config.tie_word_embeddings)
+
+
 def _repair(model: Any) -> None:
     """Repack a tied head and experts. vLLM's CPU build multiplies with packed copies, and does not update these two."""
     if torch.cuda.is_available():
@@ -69,8 +82,9 @@ def _repair(model: Any) -> None:
     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
     decoder = _decoder(model)
-    head, embedding = getattr(decoder, "lm_head", None), getattr(getattr(decoder, "model", None), "embed_tokens", None)
-    if head is not None and embedding is not None and head is not embedding and decoder.config.tie_word_embeddings:
+    head, inner = getattr(decoder, "lm_head", None), getattr(decoder, "model", None)
+    embedding = getattr(getattr(inner, "text_model", inner), "embed_tokens", None)
+    if head is not None and embedding is not None and head is not embedding and _is_tied(decoder):
         head.weight.data = embedding.weight.data
         dispatch_cpu_unquantized_gemm(head, remove_weight=False)
     for layer in model.modules():
