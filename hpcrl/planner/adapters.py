@@ -1,4 +1,4 @@
-"""A model's adapters (trainer.lora): their shapes, and the weights that a publish sends."""
+"""Trained and frozen parameters: a model's adapters (trainer.lora), and what trainer.freeze leaves untrained."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from hpcrl.config import Config, LoRAConfig, Problem
 from hpcrl.models.shape import ModelShape, Parameter
-from hpcrl.models.tower import part_of
+from hpcrl.models.tower import PREFIX, part_of
 from hpcrl.spec.lora import A, B, matches, unknown
 
 
@@ -32,8 +32,27 @@ def adapters(lora: LoRAConfig | None, shape: ModelShape) -> list[Parameter]:
 
 
 def trained(config: Config, shape: ModelShape) -> ModelShape:
-    """The shape with only the parameters that are trained and published: the adapters' if there are any, else all."""
-    return replace(shape, parameters=tuple(adapters(config.lora, shape))) if config.lora is not None else shape
+    """The shape with only the parameters that are trained and published: the adapters' if there are any, else all but
+    those of trainer.freeze."""
+    if config.lora is not None:
+        return replace(shape, parameters=tuple(adapters(config.lora, shape)))
+    left = set(frozen(config, shape).parameters)
+    return replace(shape, parameters=tuple(p for p in shape.parameters if p not in left)) if left else shape
+
+
+def frozen(config: Config, shape: ModelShape) -> ModelShape:
+    """The shape with only the parameters that are not trained: all but the adapters, or those of trainer.freeze."""
+    if config.lora is not None:
+        return shape
+    parts = config.trainer.freeze
+    return replace(
+        shape, parameters=tuple(p for p in shape.parameters if p.name.startswith(PREFIX) and part_of(p.name) in parts)
+    )
+
+
+def saved(config: Config, shape: ModelShape) -> ModelShape:
+    """The shape with only the parameters in a checkpoint."""
+    return trained(config, shape) if config.lora is not None else shape
 
 
 def with_adapters(config: Config, shape: ModelShape) -> ModelShape:

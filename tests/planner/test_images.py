@@ -26,10 +26,10 @@ from hpcrl.planner.generator import generator_parts
 from hpcrl.planner.image_memory import feature_bytes, image_tokens_of_row, patch_bytes, tower_forward, with_row_tokens
 from hpcrl.planner.memory import CARDS, host_bytes, memory
 from hpcrl.planner.traffic import StepWork
-from hpcrl.planner.trainer import trainer_parts
+from hpcrl.planner.trainer import checkpoint_bytes, trainer_parts
 from hpcrl.rollout.batch import Batch, batch_from_samples
 from tests.engines.test_images import sample
-from tests.planner.measuring import make_engine, peak_bytes, saved_bytes_of, step_peak_of
+from tests.planner.measuring import held_bytes, make_engine, peak_bytes, saved_bytes_of, step_peak_of
 from tests.planner.models import PUBLISHED
 from tests.vlm import make_vlm, noise
 
@@ -99,6 +99,19 @@ def planned_peak(shape: ModelShape, length: int, **trainer: Any) -> int:
     config = parse({"trainer": settings, "rollout": rollout, "data": {"max_prompt_tokens": NUM_TOKENS}})
     parts, phases = trainer_parts(config, shape, 1), ("train", "update")
     return max(sum(p.num_bytes for p in parts if phase in p.during and set(p.during) <= {*phases}) for phase in phases)
+
+
+@pytest.mark.parametrize("parts", [["vision"], ["vision", "merger"]], ids=str)
+def test_frozen_parts_have_no_gradients_and_moments(parts: list[str], tmp_path: Path, world_of_one: None) -> None:
+    folder = make("qwen2_5_vl", tmp_path)
+    held = held_bytes(folder, "float32", freeze=parts)
+    written, shape = held.pop("snapshot"), shape_of(str(folder), "model.path")
+    model = {"path": str(folder), "dtype": "float32"}
+    config = parse({"model": model, "trainer": {"param_dtype": "float32", "freeze": parts}})
+    planned = {p.name: p.num_bytes for p in trainer_parts(config, shape, 1) if "update" in p.during}
+    assert held == {name: planned[name] for name in held}
+    assert held["weights"] == 4 * shape.num_parameters > 1.5 * held["gradients"]
+    assert 0 <= written - checkpoint_bytes(config, shape) < 8192 * len(shape.parameters)
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from hpcrl.engines.train.deepspeed.spec import BUCKET_NUMBERS, DeepSpeedConfig
 from hpcrl.engines.train.deepspeed.traffic import step_traffic
 from hpcrl.models.shape import CannotPlanError, ModelShape
 from hpcrl.planner.activations import FP32, Tokens
-from hpcrl.planner.adapters import trained, with_adapters
+from hpcrl.planner.adapters import saved, trained, with_adapters
 from hpcrl.planner.memory_parts import BYTES, PHASES, Change, Part, Phase, PlanRow, samples_of_an_update
 from hpcrl.planner.moments import fullest, moments
 from hpcrl.planner.traffic import Sent, StepWork
@@ -140,7 +140,8 @@ class ZeroPlan:
 
     def checkpoint_bytes(self, config: Config, shape: ModelShape) -> int:
         learnt = trained(config, shape)
-        return learnt.num_parameters * (FP32 + OPTIMIZER_BYTES) + FP32 * len(learnt.parameters)
+        kept = (saved(config, shape).num_parameters - learnt.num_parameters) * BYTES[config.trainer.param_dtype]
+        return learnt.num_parameters * (FP32 + OPTIMIZER_BYTES) + FP32 * len(learnt.parameters) + kept
 
     def largest_tensor(self, shape: ModelShape) -> int:
         return max(parameter.size for parameter in shape.parameters)  # a layer's experts are one tensor

@@ -13,7 +13,7 @@ from hpcrl.engines.train.fsdp2.spec import BLOCK, MIN_NUMBERS, FSDP2Config, indi
 from hpcrl.engines.train.fsdp2.traffic import is_for_muon, step_traffic
 from hpcrl.models.shape import CannotPlanError, ModelShape, Parameter
 from hpcrl.planner.activations import FP32, Tokens
-from hpcrl.planner.adapters import trained, with_adapters
+from hpcrl.planner.adapters import frozen, saved, trained, with_adapters
 from hpcrl.planner.memory_parts import BYTES, PHASES, Change, Part, Phase, PlanRow, samples_of_an_update
 from hpcrl.planner.moments import Beside, fullest, moments
 from hpcrl.planner.traffic import Sent, StepWork
@@ -95,9 +95,9 @@ def _gathered_numbers(shape: ModelShape, all_at_once: bool) -> int:
 
 
 def _held_bytes(config: Config, shape: ModelShape, num_shards: int) -> int:
-    """Bytes of a rank's parameters: trained ones, and frozen ones under adapters."""
-    frozen = shard_size(shape, num_shards) * BYTES[config.base_dtype] if config.lora is not None else 0
-    return shard_size(trained(config, shape), num_shards) * BYTES[config.model.dtype] + frozen
+    """Bytes of a rank's trained and frozen parameters."""
+    learnt = shard_size(trained(config, shape), num_shards) * BYTES[config.model.dtype]
+    return learnt + shard_size(frozen(config, shape), num_shards) * BYTES[config.base_dtype]
 
 
 def fsdp2_parts(config: Config, shape: ModelShape, num_ranks: int) -> list[Part]:
@@ -110,6 +110,7 @@ def fsdp2_parts(config: Config, shape: ModelShape, num_ranks: int) -> list[Part]
     state = State.of(config, shape, num_ranks)
     learnt, numbers = state.learnt, shard_size(state.learnt, state.num_shards)
     master, optimizer = BYTES[config.model.dtype], optimizer_bytes(config, learnt, state.num_shards)
+    stored = shard_size(saved(config, shape), state.num_shards)
     found = moments(config, shape, tokens, own.activation_checkpointing, _of_other_ranks(config, shape, tokens))
     # Gradients of a gathered model are reduced after the last backward, others after each backward.
     reduced: tuple[Phase, ...] = ("train", "update") if state.by_layer else ("update",)
@@ -120,7 +121,7 @@ def fsdp2_parts(config: Config, shape: ModelShape, num_ranks: int) -> list[Part]
         _update_of_a_matrix(config, learnt, state.num_shards),
         *fullest(found, state.parts_at),
         *state.reduction(numbers * master * (not own.cpu_offload)),
-        Part("trainer", "snapshot", (numbers * master + optimizer) * bool(config.save_every), on_host=True),
+        Part("trainer", "snapshot", (stored * master + optimizer) * bool(config.save_every), on_host=True),
         Part("trainer", "gathered weights", published, ("publish",)),
     ]
 
@@ -200,8 +201,9 @@ class FSDP2Plan:
         return forward_parts(config, shape, num_ranks, weights, gathered, own.cpu_offload, own.ranks_of_a_row)
 
     def checkpoint_bytes(self, config: Config, shape: ModelShape) -> int:
-        learnt = trained(config, shape)
-        return learnt.num_parameters * BYTES[config.model.dtype] + optimizer_bytes(config, learnt)
+        return saved(config, shape).num_parameters * BYTES[config.model.dtype] + optimizer_bytes(
+            config, trained(config, shape)
+        )
 
     def largest_tensor(self, shape: ModelShape) -> int:
         return max(parameter.size for parameter in shape.parameters)  # transformers has one for all experts of a layer
