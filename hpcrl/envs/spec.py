@@ -427,6 +427,7 @@ SCRIPTED = EnvSpec(
     about="Asks for a second answer and compares it with the gold answer; for tests and as an example.",
     make="hpcrl.envs.games.scripted:ScriptedEnv",
     section=ScriptedOptions,
+    shows=lambda options: frozenset(),
 )
 FROZEN_LAKE = EnvSpec(
     about="FrozenLake: find a way over the ice to the goal.",
@@ -446,12 +447,14 @@ GUESS = EnvSpec(
     about="Find a number that is said to be higher or lower than each guess.",
     make="hpcrl.envs.games.guess:Guess",
     section=GuessOptions,
+    shows=lambda options: frozenset(),
     has_expert=True,
 )
 TIC_TAC_TOE = EnvSpec(
     about="Tic-tac-toe against a random or a perfect opponent.",
     make="hpcrl.envs.games.tic_tac_toe:TicTacToe",
     section=TicTacToeOptions,
+    shows=lambda options: frozenset(),
     has_expert=True,
 )
 GYMNASIUM = EnvSpec(
@@ -482,6 +485,7 @@ WEBSHOP = EnvSpec(
     about="WebShop: search for a product and buy it.",
     make="hpcrl.envs.webshop.shop:WebShop",
     section=WebShopOptions,
+    shows=lambda options: frozenset(),
     has_expert=True,
     probe="hpcrl.envs.webshop.catalogue:probe",
 )
@@ -489,6 +493,7 @@ TEXTWORLD = EnvSpec(
     about="Games of TextWorld and ALFWorld: text adventures with known commands.",
     make="hpcrl.envs.adapters.textworld:TextWorld",
     section=TextWorldOptions,
+    shows=lambda options: frozenset(),
     needs={"textworld": "textworld"},
     probe="hpcrl.envs.adapters.textworld:probe",
 )
@@ -496,6 +501,7 @@ SWE = EnvSpec(
     about="Repair a small repository by commands in a sandbox; hidden tests judge.",
     make="hpcrl.envs.swe.task:SWE",
     section=SWEOptions,
+    shows=lambda options: frozenset(),
     has_expert=True,
     probe="hpcrl.envs.swe.task:probe",
     problem_of_row="hpcrl.envs.swe.row_check:problem_of_row",

@@ -114,9 +114,10 @@ def image_checks(
 
 
 def most_image_tokens(config: Config, rows: Mapping[Split, RowSet], checks: Mapping[Split, ImageCheck]) -> int | None:
-    """Tokens of a row's images at most; None if it is not known: some rows are not read, an environment shows images,
-    or generated rows, which are not all read and resemble the first, have images."""
-    if "train" not in rows or not rows.keys() <= checks.keys() or any(kinds for _, kinds in _shown_kinds(config)):
+    """Tokens of a row's images at most; None if it is not known: some rows are not read, an environment may show
+    images, or generated rows, which are not all read and resemble the first, have images."""
+    may_show = any(kinds is None or kinds for _, kinds in _shown_kinds(config))
+    if "train" not in rows or not rows.keys() <= checks.keys() or may_show:
         return None
     for found in rows.values():
         start = 0
@@ -139,14 +140,12 @@ def notes_on_marks(checks: Mapping[Split, ImageCheck]) -> Iterator[str]:
             )
 
 
-def _shown_kinds(config: Config) -> Iterator[tuple[str, frozenset[str]]]:
-    """Names of environments, and the kinds of media that their observations have."""
+def _shown_kinds(config: Config) -> Iterator[tuple[str, frozenset[str] | None]]:
+    """Names of environments, and the kinds of media that their observations have; None if not known."""
     for name, env in config.envs.items():
         spec = ENVS[env.name]
-        if spec.section is None:
-            continue
         with contextlib.suppress(ValueError):  # reported where options are checked
-            yield name, spec.shows(read_options(spec.section, env.options))
+            yield name, spec.shows(env.options if spec.section is None else read_options(spec.section, env.options))
 
 
 def check_own_variables(config: Config, rows: Mapping[Split, RowSet]) -> Iterator[str]:
@@ -190,7 +189,7 @@ def check_shown(config: Config, vision: Vision | None) -> Iterator[Problem]:
     """Environments whose observations have media of a kind that the run's model, or an engine, does not take."""
     for name, kinds in _shown_kinds(config):
         path, env = ("env", name, "options"), config.envs[name]
-        for kind in kinds:
+        for kind in kinds or ():
             for who, remedy in _refusing(config, kind, vision, config.generates, config.learns):
                 text = f"{env.name} shows {kind}s, which {who} does not take; {remedy}let it show text"
                 yield Problem(path, f"{dotted(path)}: {text}", (("model",), ("generator", "engine")))

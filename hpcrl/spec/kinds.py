@@ -310,8 +310,9 @@ class EnvSpec(Spec):
     """Whether its class has expert(rng, noise), which writes a good response (hpcrl.envs.games.game)."""
     expert_obstacle: Callable[[Any], str] = lambda options: ""
     """Why there is no expert with these options, an object of its section; empty if there is one."""
-    shows: Callable[[Any], frozenset[str]] = lambda options: frozenset()
-    """Kinds of media (hpcrl.spec.media) that its observations have with these options, an object of its section."""
+    shows: Callable[[Any], frozenset[str] | None] = lambda options: None
+    """Kinds of media (hpcrl.spec.media) that its observations have with these options, an object of its section or,
+    without one, a mapping; None if not known."""
     probe: str = ""
     """`module:NAME` of `probe(section, own_code)`, which tries valid options with the libraries of `needs` and raises
     ValueError if they fail. It imports a user's code only with `own_code`, in env ranks."""

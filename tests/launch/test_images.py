@@ -34,6 +34,8 @@ BLIND = replace(GEN_ENGINES["native"], media=frozenset())
 BLIND_ENGINE = f"{__name__}:BLIND"
 SEEING = "model.tiny.architecture=qwen2_5_vl"
 """Its images have at most 64 tokens of 28 x 28 pixels."""
+OWN = "+env.default={name: class, class_path: hpcrl.envs.games.guess:Guess}"
+CROPS = ("pipeline=agentic", "+env.default={name: tools}")
 SHOWING = "+env.default={name: sokoban, options: {show: image}}"
 WORDS = ["data.max_prompt_tokens=40", "rollout.max_new_tokens=3", "reward.default.name=exact_match", "run_dir=run"]
 WORDS += ["dry_run=true"]
@@ -202,10 +204,24 @@ def test_a_model_that_takes_images_needs_none(at: Path, capsys: pytest.CaptureFi
         (("data.val=more.jsonl", "eval_every=1"), [()], 3),
         (("pipeline=agentic", "data.train=env:default", "+env.default={name: sokoban}"), [], 0),
         (("pipeline=agentic", "data.train=env:default", SHOWING), [], None),
+        ((*CROPS, "+env.default.options={tools: [crop]}"), [("tall.png",)], None),
+        ((*CROPS, "+env.default.options={tools: [guess]}"), [("tall.png",)], 2),
+        (("pipeline=agentic", OWN), [("tall.png",)], None),
         (("data.train=task:shapes",), [], None),
         (("data.train=task:sort_digits",), [], 0),
     ],
-    ids=["texts", "images", "validation", "text environment", "showing environment", "drawn", "generated texts"],
+    ids=[
+        "texts",
+        "images",
+        "validation",
+        "text environment",
+        "showing environment",
+        "crop",
+        "other tool",
+        "class",
+        "drawn",
+        "generated texts",
+    ],
 )
 def test_sizes_are_checked_with_the_counted_images(
     words: tuple[str, ...], rows: list[tuple[str, ...]], tokens: int | None, at: Path, monkeypatch: pytest.MonkeyPatch

@@ -81,5 +81,6 @@ TOOLS = EnvSpec(
     probe="hpcrl.envs.tools.env:probe",
     check_template="hpcrl.envs.tool_formats.deriving:check",
     has_expert=True,
+    shows=lambda options: None if "crop" in options.tools else frozenset(),
     expert_obstacle=_expert_obstacle,
 )
