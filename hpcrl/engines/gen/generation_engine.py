@@ -137,12 +137,17 @@ class GenEngine(Protocol):
         """Release everything."""
 
 
+NOTHING_KEPT = (
+    "some weights are not in the update, and the generator has none: it slept or failed since the last update"
+)
+
+
 class KeepsWeights(GenEngine, Protocol):
     """An engine that can keep some of its weights in an update."""
 
     def load_weights(self, named: Iterable[tuple[str, torch.Tensor]], version: int, kept: Collection[str] = ()) -> None:
         """GenEngine.load_weights(), in which the weights in `kept` are missing and do not change. Their last values
-        came from an earlier call, with no sleep() since."""
+        came from an earlier call, with no sleep() since; ValueError if the engine does not have them."""
 
 
 @runtime_checkable

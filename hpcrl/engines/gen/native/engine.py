@@ -20,7 +20,7 @@ import torch
 from hpcrl.config import Config, LoRAConfig
 from hpcrl.engines.expert_routes import RouteShape, routes_of
 from hpcrl.engines.gen.checks import check_requests
-from hpcrl.engines.gen.generation_engine import Output, ReplicaRanks, Request
+from hpcrl.engines.gen.generation_engine import NOTHING_KEPT, Output, ReplicaRanks, Request
 from hpcrl.engines.gen.native.allocation import AllocationFailure, PrefillBatch, RequestBlocks
 from hpcrl.engines.gen.native.architecture import read_architecture
 from hpcrl.engines.gen.native.blocks import Blocks
@@ -209,6 +209,8 @@ class NativeEngine:
         tensor. If it fails, the engine has no weights (version -1)."""
         if version < 0:
             raise ValueError(f"weights version is {version}, 0 or more is needed")
+        if kept and self._weights is None:
+            raise ValueError(NOTHING_KEPT)
         weights = self._weights or self._new_weights()
         weights.check(named, kept)
         self.version = -1

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from hpcrl.config import Config, LoRAConfig
 from hpcrl.engines.expert_routes import RouteShape, routes_of
 from hpcrl.engines.gen.checks import check_requests
-from hpcrl.engines.gen.generation_engine import Output, ReplicaRanks, Request
+from hpcrl.engines.gen.generation_engine import NOTHING_KEPT, Output, ReplicaRanks, Request
 from hpcrl.engines.gen.partial_response import PartialResponse
 from hpcrl.engines.gen.request_images import image_properties
 from hpcrl.engines.gen.sampling import stream_origin
@@ -271,6 +271,8 @@ class VLLMEngine:
         -1)."""
         if version < 0:
             raise ValueError(f"weights version is {version}, 0 or more is needed")
+        if kept and self.version < 0:
+            raise ValueError(NOTHING_KEPT)
         if not isinstance(named, Iterator):
             named = list(named)
             self._names.check(named, kept)
