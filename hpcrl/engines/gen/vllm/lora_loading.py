@@ -30,13 +30,17 @@ def arguments(lora: LoRAConfig, model_path: Path) -> dict[str, Any]:
         raise ValueError(f"generator.engine: {text}; use generator.engine=native, or trainer.lora.rank=0")
     return {
         "enable_lora": True,
-        "enable_tower_connector_lora": bool({"vision", "merger"}.intersection(lora.parts)),
+        "enable_tower_connector_lora": _in_tower(lora),
         "max_loras": 1,
         "max_cpu_loras": 1,
         "max_lora_rank": next(size for size in sizes if size >= lora.rank),
         # Without this list, vLLM would also wrap the vocabulary's matrices and experts.
         "lora_target_modules": _targets(lora, shape),
     }
+
+
+def _in_tower(lora: LoRAConfig) -> bool:
+    return bool({"vision", "merger"}.intersection(lora.parts))
 
 
 def _targets(lora: LoRAConfig, shape: ModelShape) -> list[str]:
@@ -52,11 +56,17 @@ def _targets(lora: LoRAConfig, shape: ModelShape) -> list[str]:
 
 
 class Adapter:
-    """The adapter for a model runner's model; requests refer to it by `request`."""
+    """The adapter for a model runner's model; requests refer to it by `request`. ValueError if adapters belong to a
+    vision tower and vLLM has none there, which it would only warn about."""
 
     def __init__(self, runner: Any, lora: LoRAConfig):
         from vllm.lora.request import LoRARequest
 
+        if _in_tower(lora) and not runner.lora_manager.supports_tower_connector_lora():
+            raise ValueError(
+                f"trainer.lora.parts: vLLM has no adapters in the tower of {type(runner.get_model()).__name__}; "
+                "use [decoder], or generator.engine=native"
+            )
         self._runner, self._lora = runner, lora
         self.request = LoRARequest("policy", NUMBER, "in memory")
 

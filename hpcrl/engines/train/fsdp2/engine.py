@@ -435,8 +435,9 @@ class FSDP2Engine:
         return self._gathered([name for name in self.weights.names if name not in without], dtypes)
 
     def _gathered(self, names: Sequence[str], dtypes: Mapping[str, torch.dtype]) -> Iterator[tuple[str, Tensor]]:
-        wanted, everything = {dtypes.get(name, self.dtype) for name in names}, names == self.weights.all_names
-        if self.sharded and self.keep_gathered and everything and wanted == {self.compute_dtype}:
+        wanted = {dtypes.get(name, self.dtype) for name in names}
+        most = self.lora is None or names == self.weights.all_names
+        if self.sharded and self.keep_gathered and most and wanted == {self.compute_dtype}:
             self.model.unshard()  # one collective, in the compute dtype, instead of one per tensor
         try:
             for name in names:
