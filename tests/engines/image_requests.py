@@ -21,7 +21,10 @@ from hpcrl.engines.gen.generation_engine import Output, Request, SamplingParams
 from hpcrl.engines.patches import tower_inputs
 from hpcrl.models.families import vision_of
 from hpcrl.models.vision import Vision
-from hpcrl.spec.media import Medium, placed
+from hpcrl.rollout.batch import Batch, batch_from_samples
+from hpcrl.rollout.types import FinishReason, Sample
+from hpcrl.spec.image_rows import image_rows
+from hpcrl.spec.media import IMAGES, Medium, placed
 from tests.vlm import PAD, PLACEHOLDER, SPECIAL
 from tests.vlm_families import SMALL, Small
 
@@ -104,6 +107,30 @@ class Prompts:
         before = [*request.prompt_ids, *said]
         media = (*request.media, *(placed(medium, len(before)) for medium in following.media))
         return replace(following, id=50, prompt_ids=[*before, *following.prompt_ids], media=media)
+
+
+def batch_of_answers(answers: Sequence[tuple[Request, Output]]) -> Batch:
+    """Rows of requests and their outputs of version 1, with the outputs' columns."""
+    samples = []
+    for asked, output in answers:
+        prompt = np.zeros(len(asked.prompt_ids), np.float32)
+        mask = np.arange(len(prompt) + len(output.token_ids)) >= len(prompt)
+        made = Sample(
+            asked.id << 24,
+            FinishReason.LENGTH,
+            token_ids=np.concatenate([asked.prompt_ids, output.token_ids]).astype(np.int32),
+            loss_mask=mask,
+            gen_logprobs=np.concatenate([prompt, output.gen_logprobs]).astype(np.float32),
+            versions=np.where(mask, 1, -1).astype(np.int32),
+            turn_ids=np.where(mask, 0, -1).astype(np.int32),
+        )
+        made.put(IMAGES.name, image_rows(asked.media))
+        for name, column in output.columns.items():
+            of_prompt = np.full((len(prompt), *column.shape[1:]), np.iinfo(column.dtype).max, column.dtype)
+            made.put(name, np.concatenate([of_prompt, column]))
+        made.pictures = {medium.digest: medium.content for medium in asked.media}
+        samples.append(made)
+    return batch_from_samples(samples, list(range(len(samples)))).check()
 
 
 def generated(engine: Any, requests: Sequence[Request]) -> list[Output]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -15,11 +14,9 @@ from hpcrl.config import LoRAConfig
 from hpcrl.engines.gen.native.engine import NativeEngine
 from hpcrl.models.families import read_shape
 from hpcrl.planner.adapters import adapters
-from hpcrl.rollout.batch import Batch, batch_from_samples
-from hpcrl.rollout.types import FinishReason, Sample
-from hpcrl.spec.image_rows import image_rows
-from hpcrl.spec.media import IMAGES
+from hpcrl.rollout.batch import Batch
 from tests.contracts.train.fsdp2 import gradients
+from tests.engines.image_requests import batch_of_answers
 from tests.engines.test_images import row_by_row
 from tests.engines.test_images_on_ranks import STEPS, batch_for, engine_of, stepped
 from tests.engines.test_native_images import generated, requests_of, vision_of
@@ -100,21 +97,6 @@ def _answered(folder: Path, generator: NativeEngine) -> Batch:
     """The responses to requests with and without images."""
     vision = vision_of(folder)
     assert vision is not None
-    requests, samples = requests_of(vision), []
+    requests = requests_of(vision)
     outputs = generated(generator, requests)
-    for asked in requests:
-        output, prompt = outputs[asked.id], np.zeros(len(asked.prompt_ids), np.float32)
-        mask = np.arange(len(prompt) + len(output.token_ids)) >= len(prompt)
-        made = Sample(
-            asked.id << 24,
-            FinishReason.LENGTH,
-            token_ids=np.concatenate([asked.prompt_ids, output.token_ids]).astype(np.int32),
-            loss_mask=mask,
-            gen_logprobs=np.concatenate([prompt, output.gen_logprobs]).astype(np.float32),
-            versions=np.where(mask, 1, -1).astype(np.int32),
-            turn_ids=np.where(mask, 0, -1).astype(np.int32),
-        )
-        made.put(IMAGES.name, image_rows(asked.media))
-        made.pictures = {medium.digest: medium.content for medium in asked.media}
-        samples.append(made)
-    return batch_from_samples(samples, list(range(len(samples)))).check()
+    return batch_of_answers([(asked, outputs[asked.id]) for asked in requests])

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -22,16 +23,29 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText
 
-from hpcrl.config import LoRAConfig
+from hpcrl.config import LoRAConfig, TrainerConfig
+from hpcrl.engines.expert_routes import RouteShape
 from hpcrl.engines.gen.checks import check_requests
 from hpcrl.engines.gen.generation_engine import PromptRefused
 from hpcrl.engines.patches import tower_inputs
+from hpcrl.engines.train.fsdp2.engine import FSDP2Engine
 from hpcrl.engines.train.fsdp2.lora import Adapters
+from hpcrl.engines.train.fsdp2.spec import FSDP2Config
 from hpcrl.models.families import read_shape
 from hpcrl.models.vision import Vision
 from hpcrl.planner.adapters import adapters
 from hpcrl.spec.media import IMAGE
-from tests.engines.image_requests import Answer, Prompts, ask, generated, known_vision, model_of, of_transformers
+from hpcrl.spec.trajectory import declare
+from tests.engines.image_requests import (
+    Answer,
+    Prompts,
+    ask,
+    batch_of_answers,
+    generated,
+    known_vision,
+    model_of,
+    of_transformers,
+)
 from tests.vlm import PAD, make_vlm, noise
 from tests.vlm_families import SMALL, make_small
 
@@ -72,6 +86,10 @@ def tower_of(model: Any) -> Any:
     return next(modules[name] for name in ("visual", "vision_tower", "model.vision_model") if name in modules)
 
 
+def _routes(folder: Path) -> RouteShape:
+    return RouteShape.of(read_shape(json.loads((folder / "config.json").read_text())))
+
+
 def answers(folder: Path) -> tuple[list[Answer], list[int]]:
     """The answers of vLLM's engine for one family, and the patches or squares in each call of its tower for the first
     requests."""
@@ -94,6 +112,7 @@ def answers(folder: Path) -> tuple[list[Answer], list[int]]:
         cache_bytes=1 << 24,
         options={"block_size": 32},
         load=False,
+        routes=_routes(folder) if folder.name == "qwen3_vl_moe" else None,
     )
     assert engine._runner.mm_budget.mm_max_toks_per_item == {"image": min(MAX_TOKENS, vision.max_tokens)}
     if folder.name in QWEN:
@@ -220,6 +239,28 @@ def test_adapters_of_the_tower_change_what_it_sees(family: str, answered: Callab
     model.load_state_dict(Adapters(EVERYWHERE).merged(dict(model.state_dict()) | adapter_weights(folder)))
     for answer in torch.load(work / "adapted", weights_only=False):
         assert np.abs(answer.output.gen_logprobs - of_transformers(folder, model, answer)).max() < 1e-5
+
+
+@pytest.mark.parametrize("family", [pytest.param("qwen3_vl_moe", marks=in_vllm)])
+def test_the_routes_of_rows_with_images_are_replayed(
+    family: str, answered: Callable[[tuple[str, ...]], Path], tmp_path: Path, world_of_one: None
+) -> None:
+    folder = answered(QWEN) / family
+    found = torch.load(folder.parent / "answers", weights_only=False)[family][0][:5]
+    declare(_routes(folder).field)
+    known_vision(folder)
+    batch = batch_of_answers([(answer.request, answer.output) for answer in found])
+    model_of(folder, (0, 0)).save_pretrained(tmp_path)
+    shutil.copy(folder / "preprocessor_config.json", tmp_path)
+
+    def error(model: Path, replay: bool) -> float:
+        keys: dict[str, Any] = {"own": FSDP2Config(), "dtype": torch.float32, "total_steps": 1}
+        trainer = FSDP2Engine(TrainerConfig(), model, replay=replay, **keys)
+        logprobs = trainer.logprobs(batch, [[0, 1, 2], [3, 4]], 1.0)
+        return float((logprobs - batch.gen_logprobs)[batch.loss_mask].abs().max())
+
+    assert error(tmp_path, True) < 1e-5 and error(tmp_path, False) < 1e-5
+    assert abs(error(folder, True) - error(folder, False)) > 0.01, "routes matter under other weights"
 
 
 UNIT = Vision(patch=14, merge=2, min_pixels=28 * 28, max_pixels=28 * 28 * 64, image_token_id=PAD)
