@@ -22,13 +22,13 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from queue import Queue
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 from torch.distributed import TCPStore
 
 from hpcrl.messaging import network
 from hpcrl.messaging.dead_host_watch import CLOSE_WAIT, state_of
-from hpcrl.messaging.nonblocking_sender import NonBlockingSender
+from hpcrl.messaging.nonblocking_sender import Encode, NonBlockingSender
 from hpcrl.system.exit_codes import ExitCode
 
 logger = logging.getLogger(__name__)
@@ -59,9 +59,13 @@ class SenderEnded(NamedTuple):
 
 
 Arrivals = Queue[Arrival | SenderEnded]
-Push = Callable[[bytes], None]
-"""Sends an entry; OSError if the mailbox server is gone or does not accept it in time. An entry sent right after the
-server's end may be lost without an error."""
+
+
+class Push(Protocol):
+    """Sends an entry; OSError if the mailbox server is gone or does not accept it in time. An entry sent right after
+    the server's end may be lost without an error. `encode` returns the entry again; a Push may keep it instead."""
+
+    def __call__(self, entry: bytes, encode: Encode | None = None, /) -> None: ...
 
 
 def mac(key: bytes, text: bytes) -> bytes:
@@ -135,7 +139,7 @@ class Dialer:
         unblocked = NonBlockingSender(
             lambda: self._open(queue), self._push_s, lambda error: unreached(owner(queue), f"queue {queue}: {error}")
         )
-        return lambda entry: unblocked.send(_framed(entry))
+        return lambda entry, encode=None: unblocked.send(_framed(entry), encode and (lambda: _framed(encode())))
 
     def _open(self, queue: str) -> socket.socket:
         try:
@@ -154,7 +158,7 @@ def connect(host: str, port: int, queue: str, key: bytes, sender: int, connect_s
 
 
 def _push_to(connection: socket.socket) -> Push:
-    return lambda entry: connection.sendall(_framed(entry))
+    return lambda entry, encode=None: connection.sendall(_framed(entry))
 
 
 def _framed(entry: bytes) -> bytes:

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable
 
 MAX_UNSENT_BYTES = 256 << 20
+Encode = Callable[[], bytes]
 
 
 class NonBlockingSender:
@@ -23,23 +24,25 @@ class NonBlockingSender:
         self._connect, self._push_s, self._failed = connect, push_s, failed
         self._connection: socket.socket | None = None
         self._lock = threading.Lock()
-        self._unsent: deque[memoryview] = deque()
+        self._unsent: deque[memoryview | Encode] = deque()
         self._error: OSError | None = None
 
-    def send(self, data: bytes) -> None:
-        """Return immediately. OSError after a failure, or if more than MAX_UNSENT_BYTES would be unsent."""
+    def send(self, data: bytes, encode: Encode | None = None) -> None:
+        """Return immediately. OSError after a failure. If more than MAX_UNSENT_BYTES would be unsent, only `encode` is
+        kept; it returns `data` again once all earlier data are sent."""
         with self._lock:
             if self._error is not None:
                 raise self._error
             rest = memoryview(data)
-            if self._connection is not None and not self._unsent:
-                rest = _send_some(self._connection, rest)
-            if not rest:
+            if self._unsent:
+                num_bytes = sum(len(unsent) for unsent in self._unsent if isinstance(unsent, memoryview))
+                over = num_bytes + len(rest) > MAX_UNSENT_BYTES
+                self._unsent.append(encode if over and encode is not None else rest)
                 return
-            if (num_bytes := sum(map(len, self._unsent)) + len(rest)) > MAX_UNSENT_BYTES:
-                raise TimeoutError(f"{num_bytes} unsent bytes, over the limit of {MAX_UNSENT_BYTES}")
-            self._unsent.append(rest)
-            if len(self._unsent) == 1:
+            if self._connection is not None:
+                rest = _send_some(self._connection, rest)
+            if rest:
+                self._unsent.append(rest)
                 threading.Thread(target=self._work, name="unsent", daemon=True).start()
 
     def _work(self) -> None:
@@ -59,10 +62,12 @@ class NonBlockingSender:
         room = select.poll()
         room.register(connection, select.POLLOUT)
         while True:
+            first = self._unsent[0]  # no other thread removes or changes it
+            data = first if isinstance(first, memoryview) else memoryview(first())
             if not room.poll(self._push_s * 1000):
                 raise TimeoutError(f"it accepted no data for {self._push_s:g} s")
             with self._lock:
-                if rest := _send_some(connection, self._unsent[0]):
+                if rest := _send_some(connection, data):
                     self._unsent[0] = rest
                     continue
                 self._unsent.popleft()

@@ -18,6 +18,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from queue import Empty
 from typing import Any
 
@@ -106,7 +107,8 @@ class Sender:
         self._encoder = msgspec.msgpack.Encoder()
 
     def send(self, name: str, message: Any) -> int:
-        """Send `message` to queue `name`; return its number, counted from 1 per queue.
+        """Send `message` to queue `name`; return its number, counted from 1 per queue. The message must not change
+        afterwards: if it has to wait, it may be encoded again.
 
         ValueError if the message exceeds 64 MiB; ReaderLost if the queue's reader is gone, and at once on later calls.
         """
@@ -120,16 +122,21 @@ class Sender:
         with line.lock:
             line.seq += 1
             if not line.lost:
-                frame = msgspec.msgpack.encode(Frame(self.sender, line.seq, body))
                 try:
                     line.push = line.push or self._dial(name)
-                    line.push(sign(self._key, name, frame))
+                    line.push(self._entry(name, line.seq, body), partial(self._encode, name, line.seq, message))
                 except OSError as error:
                     line.lost, line.push = str(error), None
             if line.lost:
                 text = f"{type(message).__name__} to {name} was not sent, its reader is gone: {line.lost}"
                 raise ReaderLost(text, line.seq)
             return line.seq
+
+    def _encode(self, name: str, seq: int, message: Any) -> bytes:
+        return self._entry(name, seq, self._encoder.encode(message))
+
+    def _entry(self, name: str, seq: int, body: bytes) -> bytes:
+        return sign(self._key, name, msgspec.msgpack.encode(Frame(self.sender, seq, body)))
 
 
 class Inbox:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.config import Config, RoleName
+from hpcrl.messaging.nonblocking_sender import MAX_UNSENT_BYTES
 from hpcrl.models.families import largest_image
 from hpcrl.models.shape import ModelShape
 from hpcrl.models.tower import Tower
@@ -169,12 +170,16 @@ def pixel_parts(config: Config, layout: RoleLayout, shape: ModelShape, role: Rol
         yield Part("generator", "pixels", min(rows, different) * row, on_host=True)
 
 
-def controller_pixels(config: Config, shape: ModelShape) -> int:
-    """Host memory of the controller for the pixels of the prompts of a step, and of evaluation."""
-    prompts = config.eval.num_prompts * config.evaluates
+def controller_pixels(config: Config, layout: RoleLayout, shape: ModelShape) -> int:
+    """Host memory of the controller for the pixels of the prompts of a step, and of evaluation, and for copies that
+    wait to be sent: to every rank of a replica the replica's prompts, up to the limit and one prompt beyond."""
+    rollout, row = config.rollout, _row_pixels(config, shape)
+    prompts = responses = config.eval.num_prompts * config.evaluates
     if config.generates:
-        prompts += config.rollout.num_prompts + config.rollout.extra_prompts
-    return prompts * _row_pixels(config, shape)
+        prompts += rollout.num_prompts + rollout.extra_prompts
+        responses += (rollout.num_prompts + rollout.extra_prompts) * (rollout.group_size + rollout.extra_members)
+    of_rank = min(prompts, -(-responses // max(1, len(layout.replicas)))) * row
+    return prompts * row + sum(map(len, layout.replicas)) * min(of_rank, MAX_UNSENT_BYTES + row)
 
 
 def _row_pixels(config: Config, shape: ModelShape) -> int:

@@ -212,7 +212,7 @@ def _summed(
     cache = token_bytes(config, shape) * config.max_sequence_tokens if "generator" in roles else 0
     share = GEN_ENGINES[config.generator.engine].memory_share(config) if "generator" in roles else 1.0
     held = tuple(p for p in parts if p.num_bytes)
-    return RankMemory(ranks, roles, held, on_gpu, cache, shares, share, controller_pixels(config, shape))
+    return RankMemory(ranks, roles, held, on_gpu, cache, shares, share, controller_pixels(config, layout, shape))
 
 
 def _routes(config: Config, shape: ModelShape, roles: Collection[RoleName], layout: RoleLayout) -> Iterator[Part]:

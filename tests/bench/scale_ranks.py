@@ -17,6 +17,7 @@ from torch.distributed import TCPStore
 from hpcrl.messaging import messages as m
 from hpcrl.messaging import queues
 from hpcrl.messaging.mailbox_server import Arrival, Dialer, MailboxServer, Push
+from hpcrl.messaging.nonblocking_sender import Encode
 from hpcrl.messaging.world import CONTROLLER_QUEUE, rank_queue
 from hpcrl.rollout.types import split_sample_id
 
@@ -112,11 +113,11 @@ class Cluster:
         """For rank 0."""
         return partial(self._command, name)
 
-    def _event(self, rank: int, raw: bytes) -> None:
+    def _event(self, rank: int, raw: bytes, encode: Encode | None = None) -> None:
         self.events.add(raw)
         self._queue.append(Arrival(rank, raw))
 
-    def _command(self, name: str, raw: bytes) -> None:
+    def _command(self, name: str, raw: bytes, encode: Encode | None = None) -> None:
         self._pause()
         self.commands.add(raw)
         frame = self._frames.decode(raw[queues.MAC_BYTES :])

@@ -145,7 +145,7 @@ class Recorded(Sender):
     def __init__(self, number: int = 0, key: bytes = KEY, sent: int = 0):
         """sent: the number of earlier messages to QUEUE."""
         self.pushed: list[bytes] = []
-        super().__init__(lambda queue: self.pushed.append, key, number)
+        super().__init__(lambda queue: lambda entry, encode=None: self.pushed.append(entry), key, number)
         for _ in range(sent):
             self.raw(m.Shutdown())
 

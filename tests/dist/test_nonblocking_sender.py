@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import queue
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 
 from hpcrl.messaging import nonblocking_sender
 from hpcrl.messaging.mailbox_server import Dialer
 from hpcrl.messaging.messages import Export
+from hpcrl.messaging.nonblocking_sender import NonBlockingSender
 from hpcrl.messaging.queues import ReaderLost, Sender, serve
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(60)]
@@ -88,13 +92,64 @@ def test_a_rank_that_accepts_no_data_is_reported_once(reader: Reader) -> None:
     assert reader.unreached.empty()
 
 
-def test_unsent_bytes_over_the_limit_are_an_error(reader: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nonblocking_sender, "MAX_UNSENT_BYTES", 40 << 20)
+def test_a_burst_over_the_limit_arrives_in_order(reader: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nonblocking_sender, "MAX_UNSENT_BYTES", 20 << 20)
+    sender, sizes = reader.sender(), [16 << 20, 12 << 20, 3, 12 << 20, 8 << 20, 0]
+    sender.send(QUEUE, Export("first"))
+    assert reader.line() == "1 5"
     reader.process.send_signal(signal.SIGSTOP)
-    sender = reader.sender()
-    with pytest.raises(ReaderLost, match=r"its reader is gone: \d+ unsent bytes, over the limit of 41943040"):
+    numbers = [sender.send(QUEUE, Export("x" * size)) for size in sizes]
+    reader.process.send_signal(signal.SIGCONT)
+    assert [reader.line() for _ in sizes] == [f"{n} {size}" for n, size in zip(numbers, sizes, strict=True)]
+    assert sender.send(QUEUE, Export("last")) == numbers[-1] + 1 and reader.line() == f"{numbers[-1] + 1} 4"
+    assert reader.unreached.empty()
+
+
+def test_entries_over_the_limit_are_encoded_again_in_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Entries of 3, 3, 3, 1 and 3 MiB with a limit of 7 MiB, before the connection is open: the third and the last do
+    not fit."""
+    monkeypatch.setattr(nonblocking_sender, "MAX_UNSENT_BYTES", 7 << 20)
+    near, far = socket.socketpair()
+    near.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
+    opened, failures, encoded = threading.Event(), list[OSError](), list[int]()
+
+    def connect() -> socket.socket:
+        opened.wait()
+        return near
+
+    entries = [bytes([number]) * (size << 20) for number, size in enumerate([3, 3, 3, 1, 3])]
+
+    def encode(number: int) -> bytes:
+        encoded.append(number)
+        return entries[number]
+
+    sender = NonBlockingSender(connect, 30.0, failures.append)
+    for number, entry in enumerate(entries):
+        sender.send(entry, partial(encode, number))
+    opened.set()
+    seen, arrived = list[tuple[int, int]](), bytearray()
+    with far:
+        while len(arrived) < 13 << 20:
+            arrived += far.recv(1 << 20)
+            seen.append((arrived[-1], len(encoded)))
+    assert arrived == b"".join(entries) and not failures
+    assert encoded == [2, 4]
+    assert {count for last, count in seen if last == 0} == {0}, "none is encoded while the first entry is sent"
+    near.close()
+
+
+def test_a_reader_that_accepts_nothing_of_a_burst_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nonblocking_sender, "MAX_UNSENT_BYTES", 1 << 20)
+    near, far = socket.socketpair()
+    failures = queue.Queue[OSError]()
+    sender = NonBlockingSender(lambda: near, 0.3, failures.put)
+    with near, far:
         for _ in range(4):
-            sender.send(QUEUE, Export("x" * (16 << 20)))
+            sender.send(bytes(1 << 20), lambda: bytes(1 << 20))
+        assert str(failures.get(timeout=10)) == "it accepted no data for 0.3 s"
+        with pytest.raises(TimeoutError):
+            sender.send(b"later")
+    assert failures.empty()
 
 
 def test_an_unreachable_rank_is_reported(reader: Reader) -> None:

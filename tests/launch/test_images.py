@@ -244,12 +244,16 @@ def test_sizes_are_checked_with_the_counted_images(
 
 
 def test_pixels_of_a_row_are_planned_up_to_the_limit_of_a_message() -> None:
-    """20,000 tokens of 28 x 28 pixels, of which a prompt may have 24 MiB."""
-    config = load(["model.path=/nowhere", "data.max_prompt_tokens=20000", "rollout.num_prompts=3"])
+    """20,000 tokens of 28 x 28 pixels, of which a prompt may have 24 MiB. The controller holds the prompts, and
+    copies for two generator ranks, each up to 256 MiB and a prompt."""
+    words = ["model.path=/nowhere", "data.max_prompt_tokens=20000"]
+    config, many = (load([*words, f"rollout.num_prompts={number}"]) for number in (3, 20))
+    layout = RoleLayout.from_config(config)
     shape = read_shape(parse({"model": {"tiny": {"architecture": "qwen2_5_vl"}}}).model.tiny.hf_config())
     assert 20_000 * 28 * 28 * 3 > MAX_PIXEL_BYTES == 24 << 20
-    assert controller_pixels(config, shape) == 3 * (24 << 20)
-    assert controller_pixels(config, with_row_tokens(shape, 10)) == 3 * 10 * 28 * 28 * 3
+    assert controller_pixels(config, layout, shape) == (3 + 2 * 3) * (24 << 20)
+    assert controller_pixels(config, layout, with_row_tokens(shape, 10)) == (3 + 2 * 3) * 10 * 28 * 28 * 3
+    assert controller_pixels(many, layout, shape) == 20 * (24 << 20) + 2 * ((256 << 20) + (24 << 20))
 
 
 def test_other_models_get_the_policys_rows(tmp_path: Path) -> None:

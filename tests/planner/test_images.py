@@ -193,7 +193,7 @@ def test_memory_of_images_by_hand() -> None:
     held = {(part.role, part.name): part.num_bytes for part in kind.parts if part.on_host}
     assert held["trainer", "pixels"] == 2 * 16 * row, "32 rows of 16 prompts at most, twice while they arrive"
     assert held["generator", "pixels"] == 16 * row
-    assert kind.controller_bytes == 16 * row
+    assert kind.controller_bytes == 16 * row + 4 * 16 * row, "copies for 4 ranks, each with 32 responses"
     with_controller, without = host_bytes([kind], [0, *kind.ranks]), host_bytes([kind], kind.ranks)
     assert with_controller - without >= 16 * row
 
