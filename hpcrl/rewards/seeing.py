@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 from hpcrl.config import Config, Problem
 from hpcrl.data.rows import RowSet
 from hpcrl.data.tasks import Split
-from hpcrl.models.families import read_vision_of
+from hpcrl.models.families import PROCESSORS, read_processor, read_vision_of, unseen_type
 from hpcrl.rewards.spec import ComposedOptions, JudgeOptions, JudgeSection
 from hpcrl.spec.media import IMAGE
 from hpcrl.spec.options import read_options
@@ -25,11 +24,11 @@ def why_judge_sees_nothing(config: Config) -> str:
     engine, path = config.judge.engine, Path(config.judge.path or "")
     if read_vision_of(path) is None:
         return f"judge.path {path} takes none"
-    spec = GEN_ENGINES[engine]
-    model_type = json.loads((path / "config.json").read_text())["model_type"]
-    if spec.media_families is not None and model_type not in spec.media_families:
-        return f"judge.engine={engine} takes none with model_type={model_type}"
-    return ""
+    if IMAGE not in GEN_ENGINES[engine].media:
+        return f"judge.engine={engine} takes none"
+    if other := unseen_type(GEN_ENGINES[engine].media_families, path):
+        return f"judge.engine={engine} takes none with {other}"
+    return "" if read_processor(path) else f"judge.path {path} takes none without {PROCESSORS[0]}"
 
 
 def check_judges(config: Config) -> Iterator[Problem]:

@@ -25,6 +25,7 @@ from hpcrl.models.rope import rope_types
 from hpcrl.models.shape import ModelShape
 from hpcrl.planner.image_memory import controller_pixels, with_row_tokens
 from hpcrl.planner.trainer import critic_shape, reference_shape
+from hpcrl.rewards.seeing import why_judge_sees_nothing
 from hpcrl.spec.media import MAX_PIXEL_BYTES
 from hpcrl.spec.tables import GEN_ENGINES
 from hpcrl.system.exit_codes import ExitCode
@@ -334,6 +335,29 @@ def test_a_judge_that_does_not_see_the_rows_images_is_named(
     else:
         assert code == ExitCode.DONE, err
         assert note.replace("KEY", key) in " ".join(out.split())
+
+
+def test_an_engine_of_a_package_and_a_folder_without_a_processor_hide_images_from_a_judge(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The values of an absent processor are not known. Packages may add engines, which judge.engine may name."""
+    folder = tmp_path / "judge"
+    make_tiny_model(TinyModel(architecture="qwen2_5_vl"), folder)
+    config = parse({"data": {"train": "rows.jsonl"}, "judge": {"path": str(folder)}})
+    assert why_judge_sees_nothing(config) == ""
+    with monkeypatch.context() as patched:
+        patched.setattr("hpcrl.rewards.seeing.GEN_ENGINES", {"native": BLIND})
+        assert why_judge_sees_nothing(config) == "judge.engine=native takes none"
+    (folder / "preprocessor_config.json").unlink()
+    assert why_judge_sees_nothing(config) == f"judge.path {folder} takes none without preprocessor_config.json"
+
+
+def test_engines_with_images_take_the_tiny_models() -> None:
+    """The plan compares only model folders with an engine's families."""
+    families = [
+        spec.media_families for spec in (GEN_ENGINES[name] for name in GEN_ENGINES) if spec.media_families is not None
+    ]
+    assert families and all("qwen2_5_vl" in known for known in families)
 
 
 def test_the_models_maximum_length_is_read_in_text_config(tmp_path: Path) -> None:
