@@ -92,9 +92,14 @@ def find_vision(config: Config) -> Vision | None:
 
 
 def image_checks(
-    config: Config, vision: Vision | None, template: FolderTemplate | None, checks: Mapping[Split, ChecksRows]
+    config: Config,
+    vision: Vision | None,
+    template: FolderTemplate | None,
+    checks: Mapping[Split, ChecksRows],
+    judge: Vision | None = None,
 ) -> dict[Split, ImageCheck]:
-    """Split -> the check of its rows' images, which includes the given one; none for a model without images."""
+    """Split -> the check of its rows' images, which includes the given one; none for a model without images.
+    `judge` has the image properties of the run's own judge."""
     if vision is None:
         return {}
     splits: tuple[Split, ...] = ("train", "val")
@@ -108,6 +113,7 @@ def image_checks(
             template,
             drops,
             checks.get(split),
+            judge,
         )
         for split in splits
     }
