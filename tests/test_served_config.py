@@ -90,6 +90,11 @@ def test_model_folders_are_checked(folder: Path, tmp_path: Path) -> None:
     assert f"judge.path: the tokenizer in {bare} has no chat template" in line
 
 
+def test_the_judges_images_have_its_own_processors_limit() -> None:
+    config = load([DATA, JUDGED, "judge.path=/m", "data.max_pixels=4000"])
+    assert config.data.max_pixels == 4000 and config.of_judge().data.max_pixels is None
+
+
 def test_the_plan_counts_the_judge(folder: Path) -> None:
     words = [DATA, JUDGED, f"judge.path={folder}", "judge.max_prompt_tokens=400", "judge.max_new_tokens=100"]
     config, layout, model, run, shown = prepare([*words, "dry_run=true", "layout.judge.num_ranks=2"])

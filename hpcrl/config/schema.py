@@ -268,12 +268,13 @@ class Config(Section):
         judge = self.judge
         trainer = self.trainer.model_copy(update={"lora": LoRAConfig(), "router_replay": False})
         sampling = RolloutConfig(num_prompts=1, group_size=1, max_new_tokens=judge.max_new_tokens)
+        data = {"max_prompt_tokens": judge.max_prompt_tokens, "max_pixels": None, "val": None}
         changes: dict[str, Any] = {
             "model": self.model.model_copy(update={"path": judge.path}),
             "generator": judge,
             "trainer": trainer,
             "rollout": sampling,
-            "data": self.data.model_copy(update={"max_prompt_tokens": judge.max_prompt_tokens, "val": None}),
+            "data": self.data.model_copy(update=data),
             "env": {},
             "layout": self.layout.model_copy(update={"generator": self.layout.of("judge"), "offload": "never"}),
         }

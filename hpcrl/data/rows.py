@@ -37,6 +37,8 @@ MAX_PROBLEMS = 10  # lines shown; further problems are counted
 MAX_ROW_BYTES = 16 << 20
 """Limit for the JSON of a row's answer and other columns, which go to the reward or environment with each response: a
 message between ranks is at most 64 MiB, including the prompt, and contains the answer twice."""
+IMAGE_FILES = "image files of"
+"""How a fingerprint's keys begin whose values are hashes of image files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -410,15 +412,18 @@ class RowSet:
             for number, (source, table) in enumerate(zip(self.sources, self.tables, strict=True))
         }
         images = {
-            f"image files of {number} {self.sources[number].path}": known.hexdigest()
+            f"{IMAGE_FILES} {number} {self.sources[number].path}": known.hexdigest()
             for number, known in self._image_files.items()
         }
         return rows | images
 
 
 def require_same(was: dict[str, str], now: dict[str, str], place: str) -> None:
-    """ValueError names the source or setting of `place` that differs from the checkpoint."""
+    """ValueError names the source or setting of `place` that differs from the checkpoint. Image files are not compared
+    if the checkpoint lacks their hash, which earlier versions did not write."""
     for key in dict.fromkeys([*was, *now]):
+        if key.startswith(IMAGE_FILES) and key not in was:
+            continue
         before, after = was.get(key, "absent"), now.get(key, "absent")
         if before != after:
             raise ValueError(

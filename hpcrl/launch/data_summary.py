@@ -21,7 +21,7 @@ from hpcrl.data.template_forms import TemplateRefusal
 from hpcrl.data.templates import FolderTemplate, read_template, tiny_template
 from hpcrl.launch.model_folder import TOKENIZERS
 from hpcrl.launch.plan import ShownRows
-from hpcrl.models.families import PROCESSORS, SEEING, read_processor, read_vision_of, vision_of
+from hpcrl.models.families import PROCESSORS, SEEING, read_processor, read_vision_of, unseen_type, vision_of
 from hpcrl.models.vision import TINY, Vision
 from hpcrl.spec.media import WRITTEN_MARK
 from hpcrl.spec.options import read_options
@@ -92,9 +92,14 @@ def find_vision(config: Config) -> Vision | None:
 
 
 def image_checks(
-    config: Config, vision: Vision | None, template: FolderTemplate | None, checks: Mapping[Split, ChecksRows]
+    config: Config,
+    vision: Vision | None,
+    template: FolderTemplate | None,
+    checks: Mapping[Split, ChecksRows],
+    judge: Vision | None = None,
 ) -> dict[Split, ImageCheck]:
-    """Split -> the check of its rows' images, which includes the given one; none for a model without images."""
+    """Split -> the check of its rows' images, which includes the given one; none for a model without images.
+    `judge` has the image properties of the run's own judge."""
     if vision is None:
         return {}
     splits: tuple[Split, ...] = ("train", "val")
@@ -108,6 +113,7 @@ def image_checks(
             template,
             drops,
             checks.get(split),
+            judge,
         )
         for split in splits
     }
@@ -170,13 +176,6 @@ def check_media(config: Config, rows: Mapping[Split, RowSet], vision: Vision | N
                 yield f"{where}: the row has {kind}s, which {who} does not take; {remedy}{rest}"
 
 
-def _model_type(config: Config) -> str:
-    """The model_type of a model that takes images."""
-    if config.model.path is None:
-        return config.model.tiny.architecture
-    return str(json.loads((Path(config.model.path) / "config.json").read_text())["model_type"])
-
-
 def _further_models(config: Config) -> Iterator[tuple[str, str]]:
     """(role, path) of models besides the policy's that get its rows."""
     if config.uses_reference and config.reference.path is not None:
@@ -210,8 +209,8 @@ def _refusing(
     users += [("trainer", config.train_engine, TRAIN_ENGINES)] if learns else []
     users += [("critic", config.critic_engine, TRAIN_ENGINES)] if learns and config.uses_critic else []
     families = GEN_ENGINES[config.gen_engine].media_families
-    if generates and families is not None and (own := _model_type(config)) not in families:
-        yield f"the {config.gen_engine} generator with model_type={own}", f"use one of {', '.join(families)}, or "
+    if generates and config.model.path is not None and (own := unseen_type(families, Path(config.model.path))):
+        yield f"the {config.gen_engine} generator with {own}", f"use one of {', '.join(families or ())}, or "
     for role, engine, engines in users:
         if kind not in engines[engine].media:
             able = [name for name, spec in engines.items() if spec.selectable and kind in spec.media]

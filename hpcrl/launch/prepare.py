@@ -93,7 +93,7 @@ def _check_inputs(reading: LoadedConfig, config: Config, layout: RoleLayout | No
         row_checks,
         show_rows,
     )
-    from hpcrl.rewards.seeing import notes_on_judges
+    from hpcrl.rewards.seeing import check_questions, notes_on_judges, notes_on_questions, vision_of_judge
     from hpcrl.rewards.serving.router import check_reward_ranks, reward_notes, validate_rewards
 
     shown = ShownRows()
@@ -108,7 +108,7 @@ def _check_inputs(reading: LoadedConfig, config: Config, layout: RoleLayout | No
         except ValueError as error:
             unusable = True
             reading.add([Problem((), str(error), (("model", "path"), ("data", "max_pixels")))])
-        seeing = image_checks(config, vision, template, checks)
+        seeing = image_checks(config, vision, template, checks, vision_of_judge(config))
         rows, wrong = read_splits(config.data, config.seed, seeing or checks, read_train)
         wrong += check_own_variables(config, rows)
         wrong += check_media(config, rows, vision) if not unusable else []
@@ -123,11 +123,14 @@ def _check_inputs(reading: LoadedConfig, config: Config, layout: RoleLayout | No
         reading.add([Problem((), line, (("env",), ("data",))) for line in validate_envs(config, rows)])
         ranks = [] if layout is None else check_reward_ranks(config, layout, rows)
         reading.add([Problem((), line, (("layout", "reward"), ("data",))) for line in ranks])
+        judged = [check.judged for check in seeing.values()]
+        reading.add(list(check_questions(config, judged)))
         shown = show_rows(config, template, rows, checks)
         shown.image_tokens = most_image_tokens(config, rows, seeing)
         shown.notes += reward_notes(config, rows) if config.learns_from_rewards else []
         shown.notes += notes_on_marks(seeing)
         shown.notes += notes_on_judges(config, rows) if vision is not None else []
+        shown.notes += notes_on_questions(config, judged)
     reading.add(check_rollouts(config))
     return shown
 

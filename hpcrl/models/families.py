@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +129,13 @@ def read_vision_of(model_path: Path) -> Vision | None:
         return read(config, processor)
     except ValueError as error:
         raise ValueError(f"model.path: the files of {model_path} are unusable for images: {error}") from None
+
+
+def unseen_type(families: Container[str] | None, model_path: Path) -> str:
+    """`model_type=NAME` of a model folder whose images an engine does not take; empty if it takes them. `families` is
+    the engine's media_families (hpcrl.spec.kinds.GenEngineSpec)."""
+    model_type = _object(model_path / "config.json").get("model_type")
+    return "" if families is None or model_type in families else f"model_type={model_type}"
 
 
 @functools.lru_cache(maxsize=8)

@@ -56,7 +56,7 @@ class Family:
     """The values of model_type of models for which vLLM gets images from hpcrl
     (hpcrl.engines.gen.vllm.image_prompts)."""
     sglang_images: tuple[str, ...] = ()
-    """The same for SGLang (hpcrl.engines.gen.sglang.images)."""
+    """The same for SGLang (hpcrl.engines.gen.sglang.processor_output)."""
     vision: Callable[[Mapping[str, Any], Mapping[str, Any]], Vision | None] | None = None
     """Called with config.json and the image processor's values; ValueError for unusable ones, None for a model without
     a tower. None if no model of the family takes images, or if hpcrl does not know how they see them."""

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from hpcrl.models.family import Family
 from hpcrl.models.squares import Squares, one_side, read_square
-from hpcrl.models.vision import BILINEAR, HALF, Vision, number
+from hpcrl.models.vision import BILINEAR, HALF, Vision, number, sides_of
 from hpcrl.spec.media import Medium
 
 START, TOKEN, END = "<start_of_image>", "<image_soft_token>", "<end_of_image>"
@@ -32,7 +32,7 @@ class GemmaVision(Squares):
 def read_gemma(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Vision | None:
     """Image properties of a Gemma 3 model; None if its tower has fewer patches than an image has tokens. ValueError
     names a key without a usable value."""
-    tower, size = config.get("vision_config") or {}, processor.get("size") or {}
+    tower, size = config.get("vision_config") or {}, sides_of(processor)
     if processor.get("do_pan_and_scan"):
         raise ValueError("do_pan_and_scan=true in preprocessor_config.json is not supported; set it to false")
     side = number(size, {"height": one_side(tower, "image_size", 896)}, "height", default=896)

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 from hpcrl.models.family import Family
 from hpcrl.models.squares import Squares, read_square
-from hpcrl.models.vision import HALF, LANCZOS, Form, Tile, Vision, number
+from hpcrl.models.vision import HALF, LANCZOS, Form, Tile, Vision, number, sides_of
 from hpcrl.spec.media import Medium
 
 TOKEN, AROUND, WHOLE = "<image>", "<fake_token_around_image>", "<global-img>"
@@ -83,8 +83,8 @@ class IdeficsVision(Squares):
 
 def read_idefics(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Vision:
     """Image properties of an Idefics3 or SmolVLM model. ValueError names a key without a usable value."""
-    side = number(processor.get("max_image_size") or {}, {}, "longest_edge", default=364)
-    longest = number(processor.get("size") or {}, {}, "longest_edge", default=4 * 364)
+    side = number(sides_of(processor, "max_image_size"), {}, "longest_edge", default=364)
+    longest = number(sides_of(processor), {}, "longest_edge", default=4 * 364)
     merge = number(config, {}, "scale_factor", default=2)
     found = read_square(config, processor, side, merge, 128257, (HALF, HALF), LANCZOS)
     return IdeficsVision(**found, longest=longest, splits=processor.get("do_image_splitting", True) is not False)

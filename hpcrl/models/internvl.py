@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from hpcrl.models.family import Family
 from hpcrl.models.squares import Squares, one_side, read_square
-from hpcrl.models.vision import BICUBIC, CLIP_MEAN, CLIP_STD, Tile, Vision, number
+from hpcrl.models.vision import BICUBIC, CLIP_MEAN, CLIP_STD, Tile, Vision, number, sides_of
 from hpcrl.spec.media import Medium
 
 START, TOKEN, END = "<img>", "<IMG_CONTEXT>", "</img>"
@@ -72,7 +72,7 @@ class InternVision(Squares):
 
 def read_intern(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Vision:
     """Image properties of an InternVL model. ValueError names a key without a usable value."""
-    tower, size = config.get("vision_config") or {}, processor.get("size") or {}
+    tower, size = config.get("vision_config") or {}, sides_of(processor)
     ratio = config.get("downsample_ratio", 0.5)
     if not isinstance(ratio, int | float) or not 0 < ratio <= 1:
         raise ValueError(f"downsample_ratio is {ratio!r}, not a share")

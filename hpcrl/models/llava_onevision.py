@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from hpcrl.models.family import Family
 from hpcrl.models.squares import Squares, one_side, read_square
-from hpcrl.models.vision import BICUBIC, CLIP_MEAN, CLIP_STD, MAX_RATIO, Form, Vision, number
+from hpcrl.models.vision import BICUBIC, CLIP_MEAN, CLIP_STD, MAX_RATIO, Form, Vision, number, sides_of
 
 SIDES = tuple(range(384, 2304 + 1, 384))
 GRID = tuple((height, width) for height in SIDES for width in SIDES)
@@ -90,7 +90,7 @@ class LlavaVision(Squares):
 
 def read_llava(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Vision:
     """Image properties of a LLaVA-OneVision model. ValueError names a key without a usable value."""
-    size, tower = processor.get("size") or {}, config.get("vision_config") or {}
+    size, tower = sides_of(processor), config.get("vision_config") or {}
     side = number(size, {"height": one_side(tower, "image_size", 384)}, "height", default=384)
     aspect = str(config.get("vision_aspect_ratio") or f"{ASPECT}9")
     if not aspect.removeprefix(ASPECT).isdigit():

@@ -152,7 +152,7 @@ def read_vision(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Visi
     patch = number(processor, tower, "patch_size", default=14)
     merge = number(processor, {"merge_size": tower.get("spatial_merge_size")}, "merge_size", default=2)
     frames = number(tower, processor, "temporal_patch_size", default=2)
-    limits = processor.get("size") or {}
+    limits = sides_of(processor)
     least = number(processor, {"min_pixels": limits.get("shortest_edge")}, "min_pixels", default=56 * 56)
     most = number(processor, {"max_pixels": limits.get("longest_edge")}, "max_pixels", default=28 * 28 * 1280)
     token = number(config, {}, "image_token_id", default=Vision.image_token_id, least=0)
@@ -168,12 +168,20 @@ def _check_processor(processor: Mapping[str, Any], tower: Mapping[str, Any]) -> 
     for key, own in (("patch_size", tower.get("patch_size")), ("merge_size", tower.get("spatial_merge_size"))):
         if own is not None and processor.get(key, own) != own:
             raise ValueError(f"{key}={processor[key]} of {PROCESSOR}, but {own} in vision_config of config.json")
-    if other := sorted({"height", "width"}.intersection(processor.get("size") or {})):
+    if other := sorted({"height", "width"}.intersection(sides_of(processor))):
         raise ValueError(
             f"size of {PROCESSOR} has {', '.join(other)}, of another family than shortest_edge, longest_edge"
         )
     if off := [key for key in ("do_resize", "do_rescale", "do_normalize") if processor.get(key) is False]:
         raise ValueError(f"{off[0]}=false of {PROCESSOR} is not supported")
+
+
+def sides_of(processor: Mapping[str, Any], key: str = "size") -> Mapping[str, Any]:
+    """A key of the image processor with named sides in pixels; empty if absent. ValueError for another value."""
+    sides = processor.get(key) or {}
+    if not isinstance(sides, Mapping):
+        raise ValueError(f"{key} of {PROCESSOR} is {sides!r}, without the names of its sides")
+    return sides
 
 
 def number(first: Mapping[str, Any], second: Mapping[str, Any], key: str, default: int, least: int = 1) -> int:

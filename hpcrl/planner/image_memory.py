@@ -18,6 +18,7 @@ from hpcrl.models.shape import ModelShape
 from hpcrl.models.tower import Tower
 from hpcrl.planner.memory_parts import Part, samples_of_a_step
 from hpcrl.spec.media import MAX_PIXEL_BYTES
+from hpcrl.spec.tables import REWARDS
 
 FP32 = 4
 INDEX = 8
@@ -180,6 +181,21 @@ def controller_pixels(config: Config, layout: RoleLayout, shape: ModelShape) -> 
         responses += (rollout.num_prompts + rollout.extra_prompts) * (rollout.group_size + rollout.extra_members)
     of_rank = min(prompts, -(-responses // max(1, len(layout.replicas)))) * row
     return prompts * row + sum(map(len, layout.replicas)) * min(of_rank, MAX_UNSENT_BYTES + row)
+
+
+def scorer_pixels(config: Config, layout: RoleLayout, shape: ModelShape) -> int:
+    """Host memory of a reward rank for the pixels of a step's prompts, if a reward gets images: responses of a prompt
+    share them until they are scored. A response that a worker process scores has two further copies, encoded and
+    decoded."""
+    judge_sees = bool(config.asks("judge"))
+    shown = [each for each in config.reward.values() if REWARDS[each.name].shown_images(each.options, judge_sees)]
+    if not (shown and config.generates and layout.ranks.get("reward")) or config.debug == "fake":
+        return 0
+    prompts = config.rollout.num_prompts + config.rollout.extra_prompts
+    samples = prompts * config.rollout.group_size
+    waiting = -(-prompts // len(layout.ranks["reward"]))
+    at_work = min(samples, sum(each.num_processes * each.concurrency for each in shown))
+    return (waiting + 2 * at_work) * min(_row_pixels(config, shape), MAX_PIXEL_BYTES)
 
 
 def _row_pixels(config: Config, shape: ModelShape) -> int:

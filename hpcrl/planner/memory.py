@@ -21,7 +21,7 @@ from hpcrl.planner.generator import (
     shares_weights,
     token_bytes,
 )
-from hpcrl.planner.image_memory import controller_pixels, pixel_parts, with_row_tokens
+from hpcrl.planner.image_memory import controller_pixels, pixel_parts, scorer_pixels, with_row_tokens
 from hpcrl.planner.memory_parts import PHASES, Part, Phase, has_gpus
 from hpcrl.planner.traffic import weight_groups
 from hpcrl.planner.trainer import check_critic, check_reference, train_plan
@@ -64,6 +64,10 @@ class RankMemory:
     """Maximum share of a card that the generation engine uses."""
     controller_bytes: int = 0
     """Bytes of host memory that rank 0 needs as the run's controller, in addition."""
+    scorers: tuple[int, ...] = ()
+    """The run's reward ranks, which may hold no model."""
+    scorer_bytes: int = 0
+    """Bytes of host memory that each reward rank needs, in addition."""
 
     def total(self, phase: Phase, on_host: bool = False, least: bool = False) -> int:
         """Bytes during a phase on the GPU or in host memory. `least` counts caches with their minimum size."""
@@ -212,7 +216,9 @@ def _summed(
     cache = token_bytes(config, shape) * config.max_sequence_tokens if "generator" in roles else 0
     share = GEN_ENGINES[config.generator.engine].memory_share(config) if "generator" in roles else 1.0
     held = tuple(p for p in parts if p.num_bytes)
-    return RankMemory(ranks, roles, held, on_gpu, cache, shares, share, controller_pixels(config, layout, shape))
+    pixels, scorers = controller_pixels(config, layout, shape), layout.ranks.get("reward", ())
+    scored = scorer_pixels(config, layout, shape)
+    return RankMemory(ranks, roles, held, on_gpu, cache, shares, share, pixels, scorers, scored)
 
 
 def _routes(config: Config, shape: ModelShape, roles: Collection[RoleName], layout: RoleLayout) -> Iterator[Part]:
@@ -245,12 +251,14 @@ def sends_over_nccl(config: Config, layout: RoleLayout) -> bool:
 
 
 def host_bytes(kinds: Sequence[RankMemory], ranks: Sequence[int]) -> int:
-    """Bytes of host memory that these ranks of one node need in total; 0 if none of them holds a model."""
+    """Bytes of host memory that these ranks of one node need in total; 0 if none of them holds a model or scores
+    responses with images."""
     needs: Mapping[int, int] = {rank: kind.peak(on_host=True)[1] for kind in kinds for rank in kind.ranks}
-    if needs.keys().isdisjoint(ranks):
+    scored = kinds[0].scorer_bytes * len({*kinds[0].scorers}.intersection(ranks)) if kinds else 0
+    if needs.keys().isdisjoint(ranks) and not scored:
         return 0
     controller = kinds[0].controller_bytes if 0 in ranks else 0
-    return controller + sum(needs.get(rank, PROGRAM_BYTES) for rank in ranks)
+    return controller + scored + sum(needs.get(rank, PROGRAM_BYTES) for rank in ranks)
 
 
 def planned_kinds(config: Config, layout: RoleLayout, image_tokens: int | None = None) -> list[RankMemory]:
@@ -272,6 +280,7 @@ def shares_device(config: Config, layout: RoleLayout) -> bool:
 
 
 def excess(kinds: Sequence[RankMemory], ranks: Sequence[int], there: int) -> int:
-    """Bytes by which the ranks of a node that hold a model need more than `there`; 0 if they fit or `there` is 0."""
-    held = {rank for kind in kinds for rank in kind.ranks}
+    """Bytes by which the ranks of a node that hold a model, or score responses with images, need more than `there`; 0
+    if they fit or `there` is 0."""
+    held = {rank for kind in kinds for rank in (*kind.ranks, *(kind.scorers if kind.scorer_bytes else ()))}
     return max(0, host_bytes(kinds, [rank for rank in ranks if rank in held]) - there) if there else 0

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from hpcrl.config import Config, Problem
 from hpcrl.data.rows import RowSet
 from hpcrl.data.tasks import Split
-from hpcrl.models.families import read_vision_of
+from hpcrl.models.families import PROCESSORS, read_processor, read_vision_of, unseen_type
+from hpcrl.models.vision import Vision
 from hpcrl.rewards.spec import ComposedOptions, JudgeOptions, JudgeSection
 from hpcrl.spec.media import IMAGE
 from hpcrl.spec.options import read_options
 from hpcrl.spec.problems import dotted
 from hpcrl.spec.tables import GEN_ENGINES, REWARDS
+
+QUESTION_TOKENS = 128
+"""Tokens of a question at least, without the row's texts: its instructions have some 120 words."""
+Judged = Iterable[Mapping[str, tuple[int, str]]]
+"""By split: domain -> tokens that a row's images have for the judge at most, and the row's place."""
 
 
 def why_judge_sees_nothing(config: Config) -> str:
@@ -25,11 +30,20 @@ def why_judge_sees_nothing(config: Config) -> str:
     engine, path = config.judge.engine, Path(config.judge.path or "")
     if read_vision_of(path) is None:
         return f"judge.path {path} takes none"
-    spec = GEN_ENGINES[engine]
-    model_type = json.loads((path / "config.json").read_text())["model_type"]
-    if spec.media_families is not None and model_type not in spec.media_families:
-        return f"judge.engine={engine} takes none with model_type={model_type}"
-    return ""
+    if IMAGE not in GEN_ENGINES[engine].media:
+        return f"judge.engine={engine} takes none"
+    if other := unseen_type(GEN_ENGINES[engine].media_families, path):
+        return f"judge.engine={engine} takes none with {other}"
+    return "" if read_processor(path) else f"judge.path {path} takes none without {PROCESSORS[0]}"
+
+
+def vision_of_judge(config: Config) -> Vision | None:
+    """The image properties of the run's own judge; None without one, or if it takes no images, for which
+    check_judges() has the reason."""
+    with contextlib.suppress(ValueError):
+        if config.asks("judge") and not why_judge_sees_nothing(config):
+            return read_vision_of(Path(config.judge.path or ""))
+    return None
 
 
 def check_judges(config: Config) -> Iterator[Problem]:
@@ -60,6 +74,33 @@ def notes_on_judges(config: Config, rows: Mapping[Split, RowSet]) -> Iterator[st
                 with contextlib.suppress(ValueError):  # reported by check_judges()
                     if why := why_judge_sees_nothing(config):
                         yield f"{told}: {why}"
+
+
+def check_questions(config: Config, judged: Judged) -> Iterator[Problem]:
+    """Refuses images: true of judges for which a row's images are too long."""
+    involved = ("judge", "max_prompt_tokens"), ("data",)
+    for path, judge, text in _long_questions(config, judged):
+        if judge.images:
+            yield Problem(path, f"{dotted(path)}.images: true, but {text}", involved)
+
+
+def notes_on_questions(config: Config, judged: Judged) -> Iterator[str]:
+    """Notes on other judges for which a row's images are too long."""
+    for path, judge, text in _long_questions(config, judged):
+        if judge.images is None:
+            yield f"{dotted(path)}: {text}"
+
+
+def _long_questions(config: Config, judged: Judged) -> Iterator[tuple[tuple[str, ...], JudgeSection, str]]:
+    """The run's own judges, with their keys, that would refuse questions about a row."""
+    limit = config.judge.max_prompt_tokens
+    for domain, (tokens, where) in (found for split in judged for found in split.items()):
+        section = domain if domain in config.reward else "default"
+        for path, judge in _judges(config) if tokens + QUESTION_TOKENS > limit else ():
+            if judge.role is not None and path[1] == section:
+                text = f"{tokens} tokens of images and at least {QUESTION_TOKENS} of text exceed"
+                rest = f"judge.max_prompt_tokens={limit}, so the judge has no vote; raise it, or lower data.max_pixels"
+                yield path, judge, f"the question about {where} is too long: {text} {rest}"
 
 
 def _judges(config: Config) -> Iterator[tuple[tuple[str, ...], JudgeSection]]:

@@ -35,7 +35,7 @@ IMAGES = Field(
 """The field of a run whose model takes images; hpcrl.models.families.vision_of() declares it."""
 
 
-class Medium(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class Medium(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, weakref=True):
     """One medium of a sequence of tokens.
 
     Args:
@@ -67,6 +67,11 @@ class Medium(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
         if self.sha256:
             return self.sha256
         return hashlib.sha256(struct.pack("<II", self.width, self.height) + self.content).digest()
+
+    @property
+    def identity(self) -> tuple[bytes, int, int]:
+        """Equal for equal pictures at equal places."""
+        return self.digest, self.start, self.length
 
     @property
     def pixels(self) -> np.ndarray:

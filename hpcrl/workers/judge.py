@@ -6,7 +6,6 @@ batch stays full while there are more requests than slots.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -29,6 +28,7 @@ from hpcrl.rewards.seeing import why_judge_sees_nothing
 from hpcrl.rollout.types import FinishReason
 from hpcrl.spec.media import IMAGE_MARK, MAX_PIXEL_BYTES, Medium
 from hpcrl.spec.tables import GEN_ENGINES
+from hpcrl.system.sized_cache import SizedCache
 from hpcrl.workers.load import Load
 from hpcrl.workers.role import Rank
 from hpcrl.workers.serving import MAX_BYTES, Question, Service
@@ -36,8 +36,8 @@ from hpcrl.workers.serving import MAX_BYTES, Question, Service
 PATH = "/v1/chat/completions"
 MAX_IMAGE_BYTES = 3 * MAX_PIXEL_BYTES // 2
 """Maximum size of a request's images in base64, as PNG files that are not smaller than their pixels."""
-KEPT_IMAGES = 16
-"""Decoded images kept for further questions; the responses of a group have the same images."""
+KEPT_BYTES = 32 << 20
+"""Size of decoded images kept for further questions; the responses of a group have the same images."""
 
 
 class TextPart(msgspec.Struct, forbid_unknown_fields=True, tag_field="type", tag="text"):
@@ -93,7 +93,9 @@ class JudgeRole:
         path = Path(config.model.path)
         self._vision = None if why_judge_sees_nothing(worker.config) else read_vision_of(path)
         self._tokenizer = bind(AutoTokenizer.from_pretrained(path), {}, self._vision)
-        self._image = functools.lru_cache(maxsize=KEPT_IMAGES)(self._read_image)
+        self._images = SizedCache[tuple[Medium, ...]](
+            KEPT_BYTES, lambda seen: sum(len(medium.content) for medium in seen)
+        )
         _check_template(self._tokenizer, path)
         self._end_ids = end_ids(self._tokenizer)
         make = GEN_ENGINES[config.gen_engine].load()
@@ -184,6 +186,10 @@ class JudgeRole:
                     images += self._image(part.image_url.url)
             messages.append({"role": message.role, "content": content})
         return messages, images
+
+    def _image(self, url: str) -> tuple[Medium, ...]:
+        """_read_image(), with recently read images kept."""
+        return self._images.get(hashlib.sha256(url.encode()).digest(), lambda: self._read_image(url))
 
     def _read_image(self, url: str) -> tuple[Medium, ...]:
         """The image of a data URL as the judge's model sees it. ValueError if it cannot be read."""

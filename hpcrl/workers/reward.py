@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import weakref
 from array import array
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +18,7 @@ from hpcrl.rewards.services import Services
 from hpcrl.rewards.serving.pool import RewardPool
 from hpcrl.rewards.serving.protocol import turns_of
 from hpcrl.rollout.types import TOKEN_REWARD
-from hpcrl.spec.media import IMAGE_MARK, WRITTEN_MARK, by_picture
+from hpcrl.spec.media import IMAGE_MARK, WRITTEN_MARK, Medium, by_picture
 from hpcrl.workers.role import Rank
 
 SCORES = 512
@@ -35,6 +37,7 @@ class RewardRole:
         )
         self._arrived: list[RewardItem] = []  # waiting until their reward is loaded
         self._held: dict[int, RewardItem] = {}  # waiting for other group members
+        self._images = weakref.WeakValueDictionary[tuple[bytes, int, int], Medium]()  # of responses without a score
 
     def handlers(self) -> dict[type, Callable[[Any, int], Any]]:
         return {ScoreGroup: self._score_together, DropAwaiting: self._drop}
@@ -45,12 +48,17 @@ class RewardRole:
 
     def poll(self) -> bool:
         arrived = self._worker.world.mailbox.receive(Response)
-        self._arrived += map(item_of, arrived)
+        self._arrived += map(self._shared, map(item_of, arrived))
         self._sort()
         scores = self._pool.poll()
         for start in range(0, len(scores), SCORES):
             self._worker.emit(Scored([_scored(sample, score) for sample, score in scores[start : start + SCORES]]))
         return bool(arrived or scores)
+
+    def _shared(self, item: RewardItem) -> RewardItem:
+        """The item with the images that other items have: each response of a group brings its own copy."""
+        images = [self._images.setdefault(image.identity, image) for image in item.images]
+        return replace(item, images=images) if images else item
 
     def _sort(self) -> None:
         arrived, self._arrived = self._arrived, []

@@ -289,6 +289,10 @@ def test_changed_image_files_are_refused_at_a_resume(tmp_path: Path, tokenizer: 
         with pytest.raises(ValueError, match=r"data.train: image files of 1 .*rows\.jsonl differs from the checkpoint"):
             source().load_state_dict(state)
         (tmp_path / name).write_bytes(before)
+    older = {**state, "data": {key: value for key, value in state["data"].items() if not key.startswith("image")}}
+    source().load_state_dict(older)
+    with pytest.raises(ValueError, match=r"seed differs from the checkpoint \(it was absent, it is 0\)"):
+        source().load_state_dict({**older, "data": {k: v for k, v in older["data"].items() if k != "seed"}})
     (tmp_path / "a.png").unlink()
     with pytest.raises(ValueError, match=r"rows.jsonl:1: images\[0\]: .*a.png cannot be read: No such file"):
         source()

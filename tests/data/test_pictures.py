@@ -199,6 +199,7 @@ def test_sizes_are_read_from_a_models_files() -> None:
         ("patch_size", 14, "patch_size=14 of the image processor, but 16 in vision_config of config.json"),
         ("merge_size", 4, "merge_size=4 of the image processor, but 2 in vision_config"),
         ("size", {"height": 224, "width": 224}, "size of the image processor has height, width, of another family"),
+        ("size", 448, "size of the image processor is 448, without the names of its sides"),
         ("do_rescale", False, "do_rescale=false of the image processor is not supported"),
         ("image_mean", [0.5], r"image_mean of the image processor is \[0.5\], not three numbers$"),
         ("image_std", [0.5, 0, 0.5], r"image_std .* is \[0.5, 0, 0.5\], not three numbers above 0"),

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from hpcrl.engines.gen.generation_engine import PromptRefused
-from hpcrl.engines.gen.sglang.images import image_hash
+from hpcrl.engines.gen.sglang.processor_output import image_hash
 from hpcrl.engines.gen.sglang.server import Made
 from hpcrl.engines.hf_folder import read_safetensors
 from tests.contracts.gen.sglang import ENVIRONMENT, make_engine

@@ -25,6 +25,7 @@ from hpcrl.models.rope import rope_types
 from hpcrl.models.shape import ModelShape
 from hpcrl.planner.image_memory import controller_pixels, with_row_tokens
 from hpcrl.planner.trainer import critic_shape, reference_shape
+from hpcrl.rewards.seeing import why_judge_sees_nothing
 from hpcrl.spec.media import MAX_PIXEL_BYTES
 from hpcrl.spec.tables import GEN_ENGINES
 from hpcrl.system.exit_codes import ExitCode
@@ -354,6 +355,60 @@ def test_a_judge_that_does_not_see_the_rows_images_is_named(
     else:
         assert code == ExitCode.DONE, err
         assert note.replace("KEY", key) in " ".join(out.split())
+
+
+@pytest.mark.parametrize(
+    ("limit", "images", "words", "code"),
+    [
+        (191, "true", (), ExitCode.BAD_INPUT),
+        (191, "null", (), ExitCode.DONE),
+        (191, "false", (), ExitCode.DONE),
+        (192, "true", (), ExitCode.DONE),
+        (191, "true", ("data.max_pixels=7840",), ExitCode.DONE),
+    ],
+)
+def test_images_that_are_too_long_for_a_judge_are_named(
+    limit: int, images: str, words: tuple[str, ...], code: ExitCode, at: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The large image has 64 tokens, of 10 x 28 x 28 pixels 9; the instructions have 128."""
+    make_tiny_model(TinyModel(architecture="qwen2_5_vl"), at / "judge")
+    capsys.readouterr()
+    (at / "rows.jsonl").write_text("\n".join(json.dumps(line) for line in (row("small.png"), row("large.png"))))
+    judge = f"+reward.default={{name: judge, options: {{judges: {{own: {{role: judge, images: {images}}}}}}}}}"
+    served = ("judge.path=judge", f"judge.max_prompt_tokens={limit}", "judge.max_new_tokens=20")
+    given = ["data.train=rows.jsonl", *JUDGED, "data.max_prompt_tokens=100", judge, *served, *words]
+    assert main(given) == code
+    out, err = capsys.readouterr()
+    said = (
+        "the question about rows.jsonl:2 is too long: 64 tokens of images and at least 128 of text exceed "
+        "judge.max_prompt_tokens=191, so the judge has no vote; raise it, or lower data.max_pixels"
+    )
+    key = "reward.default.options.judges.own"
+    assert (f"{key}.images: true, but {said}" in err) == (code == ExitCode.BAD_INPUT), err
+    assert (f"{key}: {said}" in " ".join(out.split())) == (images == "null"), out
+
+
+def test_an_engine_of_a_package_and_a_folder_without_a_processor_hide_images_from_a_judge(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The values of an absent processor are not known. Packages may add engines, which judge.engine may name."""
+    folder = tmp_path / "judge"
+    make_tiny_model(TinyModel(architecture="qwen2_5_vl"), folder)
+    config = parse({"data": {"train": "rows.jsonl"}, "judge": {"path": str(folder)}})
+    assert why_judge_sees_nothing(config) == ""
+    with monkeypatch.context() as patched:
+        patched.setattr("hpcrl.rewards.seeing.GEN_ENGINES", {"native": BLIND})
+        assert why_judge_sees_nothing(config) == "judge.engine=native takes none"
+    (folder / "preprocessor_config.json").unlink()
+    assert why_judge_sees_nothing(config) == f"judge.path {folder} takes none without preprocessor_config.json"
+
+
+def test_engines_with_images_take_the_tiny_models() -> None:
+    """The plan compares only model folders with an engine's families."""
+    families = [
+        spec.media_families for spec in (GEN_ENGINES[name] for name in GEN_ENGINES) if spec.media_families is not None
+    ]
+    assert families and all("qwen2_5_vl" in known for known in families)
 
 
 def test_the_models_maximum_length_is_read_in_text_config(tmp_path: Path) -> None:

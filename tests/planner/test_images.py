@@ -24,7 +24,7 @@ from hpcrl.planner import activations
 from hpcrl.planner.activations import Tokens, fsdp2_activations
 from hpcrl.planner.generator import generator_parts
 from hpcrl.planner.image_memory import feature_bytes, image_tokens_of_row, patch_bytes, tower_forward, with_row_tokens
-from hpcrl.planner.memory import CARDS, host_bytes, memory
+from hpcrl.planner.memory import CARDS, PROGRAM_BYTES, excess, host_bytes, memory
 from hpcrl.planner.traffic import StepWork
 from hpcrl.planner.trainer import checkpoint_bytes, trainer_parts
 from hpcrl.rollout.batch import Batch, batch_from_samples
@@ -196,6 +196,27 @@ def test_memory_of_images_by_hand() -> None:
     assert kind.controller_bytes == 16 * row + 4 * 16 * row, "copies for 4 ranks, each with 32 responses"
     with_controller, without = host_bytes([kind], [0, *kind.ranks]), host_bytes([kind], kind.ranks)
     assert with_controller - without >= 16 * row
+
+
+def test_reward_ranks_hold_the_pixels_of_prompts_that_a_reward_sees() -> None:
+    """16 prompts on two ranks, of which a rank's four processes score 3 responses each, encoded and decoded."""
+    shape = with_row_tokens(read_shape(PUBLISHED["Qwen2.5-VL-7B"][0]), 512)
+    options = {"judges": {"own": {"url": "http://j/v1", "model": "m", "images": True}}}
+    judged = {"name": "judge", "options": options, "num_processes": 4, "concurrency": 3}
+    settings = {"layout": {"reward": {"colocate_with": None, "num_ranks": 2}}, "model": {"path": "/nowhere"}}
+    settings |= {"rollout": {"num_prompts": 16, "group_size": 8}, "data": {"max_prompt_tokens": 2048}}
+    found = []
+    for reward in (judged, {"name": "math"}):
+        config = parse({**settings, "reward": {"default": reward}})
+        layout = RoleLayout.from_config(config)
+        kinds, ranks = memory(config, layout, shape), layout.ranks["reward"]
+        assert len(ranks) == 2
+        found.append((host_bytes(kinds, range(layout.world_size)), host_bytes(kinds, ranks), kinds, ranks))
+    pixels = 2 * (8 + 2 * 12) * 512 * 28 * 28 * 3
+    (all_seeing, alone_seeing, kinds, ranks), (all_blind, alone_blind, *_) = found
+    assert all_seeing - all_blind == pixels
+    assert (alone_seeing, alone_blind) == (2 * PROGRAM_BYTES + pixels, 0), "a node with reward ranks only"
+    assert excess(kinds, ranks, alone_seeing - 5) == 5
 
 
 @pytest.mark.parametrize("apart", [True, False], ids=["own ranks", "trainer ranks"])

@@ -17,7 +17,7 @@ from hpcrl.config import RewardConfig
 from hpcrl.rewards.function import FunctionReward
 from hpcrl.rewards.reward import ModelTurn, Reward, RewardItem, Score
 from hpcrl.rewards.serving.guarded import describe, score_each
-from hpcrl.rewards.serving.protocol import Item, from_message, to_message
+from hpcrl.rewards.serving.protocol import LENGTH, pack_chunk, read_chunk, to_message
 from hpcrl.rollout.batch import pack
 from hpcrl.rollout.types import TOKEN_REWARD
 
@@ -89,9 +89,7 @@ def test_rewards_that_do_not_add_up_are_sample_errors(reward: float, turns: Any,
 
 
 def test_turns_reach_a_reward_worker() -> None:
-    import msgspec
-
-    again = from_message(msgspec.msgpack.decode(to_message(EPISODE), type=Item))
+    (again,) = read_chunk(pack_chunk([EPISODE], [to_message(EPISODE)])[LENGTH.size :])
     assert [(turn.text, list(turn.token_ids)) for turn in again.turns] == [("a", [7, 8, 9]), ("b", [5, 6])]
 
 

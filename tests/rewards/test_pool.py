@@ -16,11 +16,14 @@ from typing import Any
 
 import psutil
 import pytest
+from msgspec.structs import replace as replace_struct
 
 from hpcrl.config import Config, DataConfig, RewardConfig
 from hpcrl.rewards.reward import Reward, RewardItem, Score
 from hpcrl.rewards.serving.guarded import score_each_async
 from hpcrl.rewards.serving.pool import RewardPool
+from hpcrl.rewards.serving.protocol import LENGTH, content_of, pack_chunk, read_chunk, to_message
+from hpcrl.spec.media import IMAGE, Medium
 from tests.children import children
 
 FILE = Path(__file__).with_name("user_rewards.py")
@@ -58,6 +61,23 @@ def make_pool() -> Iterator[Any]:
     for pool in pools:
         pool.close()
     assert not children("hpcrl.rewards.serving.worker")
+
+
+def test_a_message_to_a_worker_has_each_image_once() -> None:
+    """Two responses to a prompt with two images, and one to a prompt with one of these at another place."""
+    large, small = Medium(IMAGE, bytes(3000), 50, 20, 4, 2), Medium(IMAGE, bytes(3), 1, 1, 9, 1)
+    other = replace_struct(large, start=5)
+    shown = [[large, small], [replace_struct(large), replace_struct(small)], [other], []]
+    given = [replace(item, images=own) for item, own in zip(items("abcd"), shown, strict=True)]
+    messages = [to_message(item) for item in given]
+    assert sum(map(len, messages)) < 1000, "waiting responses are encoded without images"
+    body = pack_chunk(given, messages)[LENGTH.size :]
+    assert 2 * 3000 < len(body) < 2 * 3000 + 1000
+    again = read_chunk(body)
+    assert [[*item.images] for item in again] == shown
+    assert again[0].images[0] is again[1].images[0] is not again[2].images[0]
+    contents = [content_of(replace(item, response="a"), messages[0]) for item in given]
+    assert contents[0] == contents[1] and len({*contents}) == 3, "equal responses have equal images"
 
 
 @pytest.mark.slow

@@ -7,7 +7,6 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import pytest
 import torch
@@ -15,7 +14,8 @@ import torch
 from hpcrl.engines.gen.generation_engine import Output
 from hpcrl.engines.hf_folder import read_safetensors
 from hpcrl.messaging import messages as m
-from hpcrl.rewards.serving.protocol import Item, from_message, to_message
+from hpcrl.rewards.serving.protocol import LENGTH as HEAD
+from hpcrl.rewards.serving.protocol import pack_chunk, read_chunk, to_message
 from hpcrl.rollout.batch import pack
 from hpcrl.rollout.pending import read_pending, write_pending
 from hpcrl.rollout.types import make_sample_id
@@ -239,8 +239,8 @@ def test_a_reward_gets_images_only_if_it_looks_at_them(stage: Stage, role: Gener
         item = item_of(response)
         assert item.extra["messages"][0]["content"] == "é<image>?"
         assert list(item.images) == list(response.media)
-    message = to_message(item)
-    assert list(from_message(msgspec.msgpack.decode(message, type=Item)).images) == [picture]
+    (again,) = read_chunk(pack_chunk([item], [to_message(item)])[HEAD.size :])
+    assert list(again.images) == [picture]
 
 
 @pytest.mark.slow

@@ -15,10 +15,28 @@ from hpcrl.cluster.layout import RoleLayout
 from hpcrl.messaging import messages as m
 from hpcrl.messaging.world import rank_queue
 from hpcrl.rollout.types import TOKEN_REWARD, make_sample_id
+from hpcrl.spec.media import Medium
+from hpcrl.workers.reward import RewardRole, item_of
 from tests.dist.conftest import Threads
 from tests.workers.conftest import LAYOUT, Stage
 
 REWARDS = Path(__file__).parents[1] / "rewards" / "user_rewards.py"
+
+
+def test_responses_to_a_prompt_share_its_images(stage: Stage) -> None:
+    """Each message brings a copy. The rank keeps no image after the last response."""
+    meta = json.dumps({"prompt": "?", "answer": "4", "extra": {}}).encode()
+    role = RewardRole(stage.worker(2, {"reward": {"default": {"name": "math"}}}))
+    try:
+        copies = [Medium("image", bytes(bytearray(range(12))), 2, 2, 3, 1) for _ in range(2)]
+        posts = [m.Response(n, "d", "4", meta, "stop", media=(copy,)) for n, copy in enumerate(copies)]
+        first, second = (role._shared(item_of(post)) for post in posts)
+        assert copies[0] is not copies[1] and first.images[0] is second.images[0] is copies[0]
+        assert len(role._images) == 1
+        del first, second, posts, copies
+        assert not role._images
+    finally:
+        role.close()
 
 
 def test_a_reward_rank_keeps_responses_until_their_group_is_named(threads: Threads, stage: Stage) -> None:

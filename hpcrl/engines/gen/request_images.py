@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Container
 from pathlib import Path
 
 from hpcrl.engines.gen.generation_engine import Request
-from hpcrl.models.families import read_vision_of
+from hpcrl.models.families import read_vision_of, unseen_type
 from hpcrl.models.vision import Vision
 from hpcrl.spec.image_rows import image_rows, image_spans
 from hpcrl.spec.media import ImageSpan
@@ -20,10 +19,7 @@ def image_properties(model_path: Path, families: Container[str]) -> Vision | Non
         families: The values of model_type of models with which the engine takes images.
     """
     vision = read_vision_of(model_path)
-    if vision is None:
-        return None
-    config = json.loads((model_path / "config.json").read_text())
-    return vision if config["model_type"] in families else None
+    return None if vision is None or unseen_type(families, model_path) else vision
 
 
 def spans_of(request: Request) -> list[ImageSpan]:

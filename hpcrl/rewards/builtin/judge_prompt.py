@@ -9,7 +9,6 @@ content can still persuade a judge: no marking prevents that.
 from __future__ import annotations
 
 import base64
-import functools
 import hashlib
 import io
 import itertools
@@ -25,6 +24,7 @@ from PIL import Image
 
 from hpcrl.rewards.grading.extract import after_thinking
 from hpcrl.spec.media import Medium
+from hpcrl.system.sized_cache import SizedCache
 
 FIELDS = ("rubric", "prompt", "answer", "response")
 TEMPLATE = """\
@@ -55,6 +55,8 @@ _SPECIAL = re.compile(
 _BRACKETS = str.maketrans("<>[]|｜", "‹›⟦⟧¦¦")
 _PLACES = re.compile(r"\{(" + "|".join(FIELDS) + r")\}")
 _UNSEEN = ("Cc", "Cf", "Co", "Cs", "Cn")
+_URLS = SizedCache[str](32 << 20, len)
+"""Data URLs of images by digest. Responses of a group have the same images."""
 CUT = "\n[... {count} characters left out ...]\n"
 
 
@@ -99,9 +101,12 @@ def _nonces(seed: int | None, template: str, texts: Mapping[str, str]) -> Iterat
         yield secrets.token_hex(4) if seed is None else hashlib.sha256(told).hexdigest()[:8]
 
 
-@functools.lru_cache(maxsize=64)
 def data_url(image: Medium) -> str:
-    """An image as a PNG in a data URL. Responses of a group have the same images."""
+    """An image as a PNG in a data URL."""
+    return _URLS.get(image.digest, lambda: _make_url(image))
+
+
+def _make_url(image: Medium) -> str:
     content = io.BytesIO()
     Image.frombytes("RGB", (image.width, image.height), image.content).save(content, "PNG", compress_level=1)
     return f"data:image/png;base64,{base64.b64encode(content.getvalue()).decode()}"

@@ -16,18 +16,17 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-import msgspec
-
 from hpcrl.config import Config, RewardConfig
 from hpcrl.rewards.reward import Reward, RewardItem, Score, make_reward
 from hpcrl.rewards.services import NOBODY, Services
 from hpcrl.rewards.serving.guarded import describe, failed, score_each
-from hpcrl.rewards.serving.protocol import Answer, Begin, Ready, content_of, pack, take_answers, to_message
+from hpcrl.rewards.serving.protocol import Answer, Begin, Ready, content_of, pack, pack_chunk, take_answers, to_message
 from hpcrl.rewards.serving.router import Router
 from hpcrl.spec.tables import REWARDS
 from hpcrl.system.clock import AwakeClock
 from hpcrl.system.signals import held_back
 
+CHUNK_BYTES = 64 << 20  # maximum size of a message's images, unless its first response has more
 CHUNK = 128  # maximum responses in a message; a worker needs several to stay busy while its rank is busy
 BATCH = 16  # maximum responses in a call of a batched reward
 START_TIMEOUT_S = 120.0
@@ -134,13 +133,17 @@ class RewardPool:
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """The unit of one call: a response, or a group."""
+    """The unit of one call: a response, or a group. Images are encoded when a worker gets the job."""
 
     items: Sequence[RewardItem]
-    messages: list[bytes]
+    messages: list[bytes]  # without images
     alone: bool = False  # to be called separately, after a call or process with several jobs failed
     content: bytes = b""  # of a response to a pure reward
     equal: list[RewardItem] = field(default_factory=list)  # responses with this content, which get its score
+
+    @property
+    def image_bytes(self) -> int:
+        return sum(len(image.content) for item in self.items for image in item.images)
 
 
 class _Crew:
@@ -227,7 +230,11 @@ class _Crew:
             return chunk
         fair = -(-(len(self._waiting) + 1) // len(self._workers))
         most = min(BATCH if worker.batched else CHUNK, fair)
+        num_bytes = chunk[0].image_bytes
         while len(chunk) < most and not self._waiting[0].alone:
+            num_bytes += self._waiting[0].image_bytes
+            if num_bytes > CHUNK_BYTES:
+                break
             chunk.append(self._waiting.popleft())
         return chunk
 
@@ -334,7 +341,8 @@ class _Worker:
             for item in job.items:
                 self.at_work[self._sent] = item, job
                 self._sent += 1
-        self._out += pack([msgspec.Raw(message) for job in chunk for message in job.messages])
+        items = [item for job in chunk for item in job.items]
+        self._out += pack_chunk(items, [message for job in chunk for message in job.messages])
 
     def take_jobs(self) -> list[tuple[_Job, list[RewardItem]]]:
         """Jobs that were sent but not answered, in order: (job, its responses without a score)."""

@@ -18,7 +18,7 @@ LENGTH = struct.Struct("<I")
 
 
 class Item(msgspec.Struct, array_like=True):
-    """The fields of RewardItem, token ids as int32."""
+    """The fields of RewardItem except images, token ids as int32."""
 
     sample_id: int
     domain: str
@@ -30,28 +30,58 @@ class Item(msgspec.Struct, array_like=True):
     token_ids: bytes
     earlier: list[tuple[str, bytes]]
     messages: list[dict[str, Any]] = []
-    images: list[Medium] = []
+
+
+class Chunk(msgspec.Struct, array_like=True):
+    """A message to a worker: different images, items, and the indices of each item's images."""
+
+    images: list[Medium]
+    items: list[Item]
+    shown: list[list[int]]
 
 
 def to_message(item: RewardItem) -> bytes:
-    """The message of an item. TypeError if msgpack does not support a value of the row."""
+    """The message of an item without its images. TypeError if msgpack does not support a value of the row."""
     fields = (item.sample_id, item.domain, item.prompt, item.response, item.answer, item.extra, item.finish_reason)
     earlier = [(turn.text, array("i", turn.token_ids).tobytes()) for turn in item.earlier]
     messages = list(map(dict, item.messages))
     ids = array("i", item.token_ids).tobytes()
-    return msgspec.msgpack.encode(Item(*fields, ids, earlier, messages, list(item.images)))
+    return msgspec.msgpack.encode(Item(*fields, ids, earlier, messages))
 
 
 def content_of(item: RewardItem, message: bytes) -> bytes:
-    """A digest of the item's message without the sample id."""
+    """A digest of the item's message without the sample id, and of its images."""
     start = 1 + len(msgspec.msgpack.encode(item.sample_id))  # after the length of the array
-    return hashlib.blake2b(memoryview(message)[start:], digest_size=16).digest()
+    found = hashlib.blake2b(memoryview(message)[start:], digest_size=16)
+    for image in item.images:
+        found.update(image.digest)
+    return found.digest()
 
 
-def from_message(item: Item) -> RewardItem:
-    """The inverse of to_message()."""
+def pack_chunk(items: Sequence[RewardItem], messages: Sequence[bytes]) -> bytes:
+    """The Chunk of items and their messages, as written to the pipe. An image of several items is written once."""
+    images: list[Medium] = []
+    places: dict[tuple[bytes, int, int], int] = {}
+    for image in (image for item in items for image in item.images):
+        if image.identity not in places:
+            places[image.identity] = len(images)
+            images.append(image)
+    shown = [[places[image.identity] for image in item.images] for item in items]
+    return pack((images, list(map(msgspec.Raw, messages)), shown))
+
+
+def read_chunk(body: bytes) -> list[RewardItem]:
+    """The items of a Chunk; items with equal images share them."""
+    chunk = msgspec.msgpack.decode(body, type=Chunk)
+    return [
+        _from_message(item, [chunk.images[place] for place in shown])
+        for item, shown in zip(chunk.items, chunk.shown, strict=True)
+    ]
+
+
+def _from_message(item: Item, images: Sequence[Medium]) -> RewardItem:
     fields = (item.sample_id, item.domain, item.prompt, item.response, item.answer, item.extra, item.finish_reason)
-    return RewardItem(*fields, array("i", item.token_ids), turns_of(item.earlier), item.messages, item.images)
+    return RewardItem(*fields, array("i", item.token_ids), turns_of(item.earlier), item.messages, images)
 
 
 def turns_of(messages: Sequence[tuple[str, bytes]]) -> tuple[ModelTurn, ...]:

@@ -17,7 +17,7 @@ import msgspec
 from hpcrl.config import RewardConfig
 from hpcrl.rewards.reward import Reward, RewardItem, Score, make_reward
 from hpcrl.rewards.serving.guarded import score_each, score_each_async
-from hpcrl.rewards.serving.protocol import LENGTH, Answer, Begin, Item, ItemScore, Ready, from_message, pack
+from hpcrl.rewards.serving.protocol import LENGTH, Answer, Begin, ItemScore, Ready, pack, read_chunk
 from hpcrl.system import log
 from hpcrl.system.signals import die_with, let_signals_pass
 
@@ -50,7 +50,7 @@ def _serve(reward: Reward, source: BinaryIO, sink: BinaryIO) -> None:
     together = reward.batched or reward.scores == "groups"
     place = 0
     while body := _read(source):
-        items = _items(body)
+        items = read_chunk(body)
         for chunk in [items] if together else [[item] for item in items]:
             _answer(score_each(reward, chunk), place, sink)
             place += len(chunk)
@@ -66,15 +66,11 @@ async def _serve_async(reward: Reward, timeout_s: float, source: BinaryIO, sink:
     place = 0
     with ThreadPoolExecutor(1) as reader:
         while body := await asyncio.get_running_loop().run_in_executor(reader, _read, source):
-            items = _items(body)
+            items = read_chunk(body)
             task = asyncio.create_task(call(items, place))
             calls.add(task)
             task.add_done_callback(calls.discard)
             place += len(items)
-
-
-def _items(body: bytes) -> list[RewardItem]:
-    return [from_message(item) for item in msgspec.msgpack.decode(body, type=list[Item])]
 
 
 def _answer(scores: list[Score] | None, first: int, sink: BinaryIO) -> None:

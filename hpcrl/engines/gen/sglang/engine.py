@@ -26,7 +26,7 @@ from hpcrl.engines.gen.generation_engine import Output, ReplicaRanks, Request
 from hpcrl.engines.gen.partial_response import PartialResponse
 from hpcrl.engines.gen.request_images import image_properties, spans_of
 from hpcrl.engines.gen.sglang.child import Child
-from hpcrl.engines.gen.sglang.images import file_name
+from hpcrl.engines.gen.sglang.processor_output import file_name
 from hpcrl.engines.gen.sglang.server import Continuation, Made
 from hpcrl.engines.gen.sglang.sizes import SPARE_TOKENS, cache_tokens
 from hpcrl.engines.gen.sglang.spec import MAX_KEPT, TRUNCATED, SGLangConfig, share

@@ -16,7 +16,7 @@ import msgspec
 import torch
 
 from hpcrl.engines.gen.request_images import image_properties
-from hpcrl.engines.gen.sglang.images import Images
+from hpcrl.engines.gen.sglang.processor_output import Images
 from hpcrl.models.families import SGLANG_SEEING
 from hpcrl.spec.media import ImageSpan
 

@@ -96,7 +96,7 @@ def _unsupported(model: Mapping[str, Any], longest: int) -> Iterator[str]:
     """Report an architecture that neither the installed vLLM nor one of its plug-ins implements, and that transformers
     does not implement with replaceable attention."""
     aspect = model.get("vision_aspect_ratio", LLAVA_ASPECT)
-    if model.get("model_type") == "llava_onevision" and aspect != LLAVA_ASPECT:
+    if aspect != LLAVA_ASPECT:  # a key of LLaVA-OneVision
         yield f"vision_aspect_ratio={aspect} (only {LLAVA_ASPECT})"
     own = table_keys("vllm", "model_executor/models/registry.py", MODELS)
     given = model.get("architectures")
