@@ -32,7 +32,7 @@ class Item(msgspec.Struct, array_like=True):
     messages: list[dict[str, Any]] = []
 
 
-class Chunk(msgspec.Struct, array_like=True):
+class ItemChunk(msgspec.Struct, array_like=True):
     """A message to a worker: different images, items, and the indices of each item's images."""
 
     images: list[Medium]
@@ -59,7 +59,7 @@ def content_of(item: RewardItem, message: bytes) -> bytes:
 
 
 def pack_chunk(items: Sequence[RewardItem], messages: Sequence[bytes]) -> bytes:
-    """The Chunk of items and their messages, as written to the pipe. An image of several items is written once."""
+    """The ItemChunk of items and their messages, as written to the pipe. An image of several items is written once."""
     images: list[Medium] = []
     places: dict[tuple[bytes, int, int], int] = {}
     for image in (image for item in items for image in item.images):
@@ -71,8 +71,8 @@ def pack_chunk(items: Sequence[RewardItem], messages: Sequence[bytes]) -> bytes:
 
 
 def read_chunk(body: bytes) -> list[RewardItem]:
-    """The items of a Chunk; items with equal images share them."""
-    chunk = msgspec.msgpack.decode(body, type=Chunk)
+    """The items of an ItemChunk; items with equal images share them."""
+    chunk = msgspec.msgpack.decode(body, type=ItemChunk)
     return [
         _from_message(item, [chunk.images[place] for place in shown])
         for item, shown in zip(chunk.items, chunk.shown, strict=True)
