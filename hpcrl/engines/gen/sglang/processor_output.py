@@ -1,4 +1,4 @@
-"""Images in SGLang's requests: hpcrl's own patches, places and positions, so SGLang neither expands placeholders nor
+"""ProcessorOutputs in SGLang's requests: hpcrl's own patches, places and positions, so SGLang neither expands placeholders nor
 resizes images."""
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ HASH_BYTES = 8
 """SGLang identifies an image by 64 bits."""
 
 
-class Images:
+class ProcessorOutputs:
     """The patches of the images in use, in the process that runs SGLang.
 
     Args:

@@ -16,7 +16,7 @@ import msgspec
 import torch
 
 from hpcrl.engines.gen.request_images import image_properties
-from hpcrl.engines.gen.sglang.processor_output import Images
+from hpcrl.engines.gen.sglang.processor_output import ProcessorOutputs
 from hpcrl.models.families import SGLANG_SEEING
 from hpcrl.spec.media import ImageSpan
 
@@ -56,7 +56,7 @@ class Server:
         self._engine = sglang.Engine(**arguments)
         self._updating = False
         vision = image_properties(Path(arguments["model_path"]), SGLANG_SEEING)
-        self._images = Images(vision, getattr(torch, arguments["dtype"])) if vision is not None else None
+        self._images = ProcessorOutputs(vision, getattr(torch, arguments["dtype"])) if vision is not None else None
 
     def call(self, name: str, *arguments: Any) -> Any:
         """Call the method with this name."""

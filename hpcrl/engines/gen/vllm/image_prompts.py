@@ -92,11 +92,11 @@ class ImagePrompts:
         return item
 
 
-Inputs = Mapping[str, torch.Tensor]
+TowerInputs = Mapping[str, torch.Tensor]
 """Arguments of a model's embed_multimodal() in vLLM."""
 
 
-def _item_of(flat: Inputs, batched: Inputs) -> Any:
+def _item_of(flat: TowerInputs, batched: TowerInputs) -> Any:
     """One image, as vLLM's processors return it.
 
     Args:
@@ -114,26 +114,26 @@ def _item_of(flat: Inputs, batched: Inputs) -> Any:
 ONE = torch.tensor([1])
 
 
-def _patches(inputs: Inputs, vision: Vision) -> tuple[Inputs, Inputs]:
+def _patches(inputs: TowerInputs, vision: Vision) -> tuple[TowerInputs, TowerInputs]:
     return {"pixel_values": inputs["pixel_values"]}, {"image_grid_thw": inputs["image_grid_thw"]}
 
 
-def _squares(inputs: Inputs, vision: Vision) -> tuple[Inputs, Inputs]:
+def _squares(inputs: TowerInputs, vision: Vision) -> tuple[TowerInputs, TowerInputs]:
     counts = dict.fromkeys(("num_patches", "image_num_patches"), ONE)
     return {"pixel_values": inputs["pixel_values"]}, {**counts, "image_token_id": vision.image_token_id * ONE}
 
 
-def _listed_squares(inputs: Inputs, vision: Vision) -> tuple[Inputs, Inputs]:
+def _listed_squares(inputs: TowerInputs, vision: Vision) -> tuple[TowerInputs, TowerInputs]:
     (pixels,) = inputs["pixel_values"]
     mask = torch.ones(len(pixels), *pixels.shape[2:], dtype=torch.bool)
     return {"pixel_values": pixels, "pixel_attention_mask": mask}, {"num_patches": ONE}
 
 
-def _tiles(inputs: Inputs, vision: Vision) -> tuple[Inputs, Inputs]:
+def _tiles(inputs: TowerInputs, vision: Vision) -> tuple[TowerInputs, TowerInputs]:
     return {}, {"pixel_values": inputs["pixel_values"][None], "image_sizes": inputs["image_sizes"]}
 
 
-ITEMS: Mapping[Form, Callable[[Inputs, Vision], tuple[Inputs, Inputs]]] = {
+ITEMS: Mapping[Form, Callable[[TowerInputs, Vision], tuple[TowerInputs, TowerInputs]]] = {
     "patches": _patches,
     "squares": _squares,
     "listed squares": _listed_squares,

@@ -27,7 +27,7 @@ def stays_gathered(shape: ModelShape, compute: int, num_trained: int) -> bool:
 
 
 @dataclass(frozen=True)
-class State:
+class GatheredState:
     """How a rank holds parameters and gradients in an optimizer step.
 
     Args:
@@ -50,7 +50,7 @@ class State:
     gloo: bool
 
     @classmethod
-    def of(cls, config: Config, shape: ModelShape, num_ranks: int) -> State:
+    def of(cls, config: Config, shape: ModelShape, num_ranks: int) -> GatheredState:
         """The state of a rank with this shape's parameters."""
         own, compute = config.trainer.section(FSDP2Config), BYTES[config.trainer.param_dtype]
         learnt, whole, unsharded = trained(config, shape), with_adapters(config, shape), is_unsharded(config, num_ranks)

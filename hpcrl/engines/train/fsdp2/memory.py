@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.config import Config, Problem
-from hpcrl.engines.train.fsdp2.gathered import State, stays_gathered
+from hpcrl.engines.train.fsdp2.gathered import GatheredState, stays_gathered
 from hpcrl.engines.train.fsdp2.spec import BLOCK, MIN_NUMBERS, FSDP2Config, indivisible_heads, is_unsharded, problem
 from hpcrl.engines.train.fsdp2.traffic import is_for_muon, step_traffic
 from hpcrl.models.shape import CannotPlanError, ModelShape, Parameter
@@ -107,7 +107,7 @@ def fsdp2_parts(config: Config, shape: ModelShape, num_ranks: int) -> list[Part]
     tokens = _tokens(config, shape, samples_of_an_update(config), num_ranks)
     published = 0 if unsharded else _gathered_to_publish(config, shape)
     shape = shape_of_rank(own, shape)
-    state = State.of(config, shape, num_ranks)
+    state = GatheredState.of(config, shape, num_ranks)
     learnt, numbers = state.learnt, shard_size(state.learnt, state.num_shards)
     master, optimizer = BYTES[config.model.dtype], optimizer_bytes(config, learnt, state.num_shards)
     stored = shard_size(saved(config, shape), state.num_shards)
