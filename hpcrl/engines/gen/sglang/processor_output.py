@@ -1,4 +1,4 @@
-"""ProcessorOutputs in SGLang's requests: hpcrl's own patches, places and positions, so SGLang neither expands placeholders nor
+"""Images in SGLang's requests: hpcrl's own patches, places and positions, so SGLang neither expands placeholders nor
 resizes images."""
 
 from __future__ import annotations
