@@ -5,8 +5,8 @@ SHELL := /bin/bash
 
 PYTHON ?= python3.11
 VENV ?= .venv
-JOBS ?= 3 # more than cores, since many tests wait
-FAST_JOBS ?= 3
+JOBS ?= 2
+FAST_JOBS ?= 3 # more than cores, since many fast tests wait, but each one imports all tests
 PYTEST_ARGS ?=
 SLURM_ARGS ?=
 DIST_ARGS ?=

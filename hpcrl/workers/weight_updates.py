@@ -93,7 +93,7 @@ class WeightUpdate:
         else:
             pairs = zip(held, needs[0], strict=True)
             dtypes = {item.name: getattr(torch, arriving_dtype(item, need)) for item, need in pairs}
-            named = engine.named_weights(dtypes, kept)
+            named = engine.named_weights(dtypes, *([kept] if kept else []))
         if number is not None:
             index = layout.replicas[number].index(rank)
             loaded = self._load(named, version, held, needs[index], kept)

@@ -132,6 +132,7 @@ def test_replayed_experts_and_bfloat16_match_the_native_engine(runs: Runs) -> No
         assert 1e-8 < ours["mismatch/kl_k3"] < 4 * theirs["mismatch/kl_k3"] < 1e-4
 
 
+@pytest.mark.soak
 def test_a_run_continues_after_a_kill_of_the_second_rank_of_a_replica(runs: Runs, native: list[dict[str, Any]]) -> None:
     words = [*ALL, "generator.engine=vllm", *LAYOUTS["apart_split"], "save_every=1"]
     code, text = runs.start("killed", words, "3:UpdateWeights:4:SIGKILL")

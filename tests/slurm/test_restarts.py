@@ -27,6 +27,7 @@ COMPONENTS = (
 )
 
 
+@pytest.mark.soak
 def test_crashes_count_only_until_the_next_checkpoint(cluster: Any, tmp_path: Path, tiny: list[str]) -> None:
     words = [*tiny, "cluster.max_restarts=1", "save_every=2", "max_steps=200"]
     run = Run(cluster, tmp_path, *words, commits=1)

@@ -56,7 +56,7 @@ class TrainEngine(Protocol):
 
         Collective: every rank must exhaust it. A rank yields its share of the parameters according to the division; all
         shares together have each name once. Weights in `dtypes` are converted before they are sent between ranks;
-        weights in `without` are left out.
+        weights in `without` are left out, which is given only if some tensors are frozen (TensorShards.frozen).
         """
 
     def weight_layout(self) -> list[TensorShards]:
