@@ -187,11 +187,7 @@ class VLLMEngine:
         if vision is not None:
             vision = vision if max_pixels is None else vision.limited(max_pixels)
             reserved = min(vision.max_tokens, max_image_tokens or max_length)
-            if not find_spec("torchvision"):
-                raise ValueError(
-                    f"vLLM's classes of {model_path} import torchvision, which is not installed; install the version "
-                    "that fits your torch"
-                )
+            _check_torchvision(model_path)
             keep_pixels()
             arguments |= image_arguments(vision, reserved)
         arguments |= replica_arguments(len(replica.ranks), custom_all_reduce) | dict(options or {})
@@ -399,6 +395,14 @@ class VLLMEngine:
         if not self._stops.closers(stop)[growing.token_ids[-1]]:
             return False
         return self._stops.completes(stop, growing.token_ids[-self._stops.window(stop) :])
+
+
+def _check_torchvision(model_path: Path) -> None:
+    if not find_spec("torchvision"):
+        raise ValueError(
+            f"vLLM's classes of {model_path} import torchvision, which is not installed; install the version that fits "
+            "your torch"
+        )
 
 
 @contextlib.contextmanager
