@@ -38,6 +38,34 @@ def causal_attention(
     return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=2)
 
 
+def suffix_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    first: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """causal_attention() for queries q [N, heads, P, D] that follow other tokens of their rows: a row's first query is
+    at position first[row], int64 [N], of its keys. Keys k and v [N, kv_heads, keys, D] after a row's own end may be
+    anything."""
+    blocks = []
+    keys = torch.arange(k.shape[2], device=q.device)
+    for start in range(0, q.shape[2], QUERY_BLOCK):
+        block = q[:, :, start : start + QUERY_BLOCK]
+        at = first[:, None] + torch.arange(start, start + block.shape[2], device=q.device)
+        at = at.clamp(max=len(keys) - 1)[:, None, :, None]  # padding sees a key, too
+        visible = keys <= at if window is None else (keys <= at) & (keys > at - window)
+        if softcap is None:
+            blocks.append(masked_attention(block, k, v, visible, scale))
+        else:
+            part = (block, k, v, visible, scale, softcap)
+            blocks.append(checkpoint(masked_attention, *part, use_reentrant=False, preserve_rng_state=False))
+    return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=2)
+
+
 def _plain(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     heads_per_key = q.shape[1] // k.shape[1]
     if heads_per_key > 1 and q.is_cuda and q.dtype == torch.float32:

@@ -1,6 +1,6 @@
 """Choose a kernel for causal attention over concatenated sequences of different lengths, without padding or mask.
 
-find() uses a kernel only if its outputs and gradients agree with causal_attention() on random tensors of the model's
+find() uses a kernel only if its outputs and gradients agree with suffix_attention() on random tensors of the model's
 sizes on this device, since support differs between library versions and GPUs.
 """
 
@@ -16,26 +16,29 @@ from typing import Any, Literal, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from hpcrl.engines.blocked_attention import causal_attention
+from hpcrl.engines.blocked_attention import causal_attention, suffix_attention
 from hpcrl.rollout.device_copies import to_device
 
 Choice = Literal["auto", "flash", "sdpa"]
-PROBE_LENGTHS = (70, 1, 33)
+PROBE_LENGTHS, PROBE_QUERIES = (70, 1, 33), (20, 1, 0)
+"""Tokens of sequences, and how many of the last are queries, if these are fewer."""
 TOLERANCE = 0.02  # relative to the largest number; rounding to bfloat16 changes numbers by 0.004
 
 
 class Spans(NamedTuple):
-    """N concatenated sequences; window and softcap are as in causal_attention()."""
+    """N concatenated sequences, whose last tokens have queries; window and softcap are as in causal_attention()."""
 
-    starts: Tensor  # int32 [N + 1]: sequences begin at starts[:N] and end at starts[1:]
-    longest: int  # number of tokens in the longest sequence
-    scale: float
+    starts: Tensor  # int32 [N + 1]: queries of the sequences begin at starts[:N] and end at starts[1:]
+    longest: int  # the largest number of queries
+    key_starts: Tensor  # the same for keys and values
+    longest_keys: int
+    scale: float = 1.0
     window: int | None = None
     softcap: float | None = None
 
 
 Attend = Callable[[Tensor, Tensor, Tensor, Spans], Tensor]
-"""(q [T, heads, D], k and v [T, kv_heads, D], spans) -> [T, heads, D], differentiable."""
+"""(q [T, heads, D], k and v [keys, kv_heads, D], spans) -> [T, heads, D], differentiable."""
 
 
 @dataclass(frozen=True)
@@ -49,14 +52,24 @@ class Setting:
     head_dim: int
     window: int | None
     softcap: float | None
+    fewer_queries: bool = False
+    """Whether sequences may have fewer queries than keys."""
 
 
 def sequence_by_sequence(q: Tensor, k: Tensor, v: Tensor, spans: Spans) -> Tensor:
-    """See Attend. Calls causal_attention() for each sequence; the reference for the kernels."""
+    """See Attend. Calls causal_attention() or suffix_attention() for each sequence; the reference for the kernels."""
     parts = []
-    for first, end in pairwise(spans.starts.tolist()):
-        row = [x[first:end].transpose(0, 1)[None] for x in (q, k, v)]
-        out = causal_attention(*row, scale=spans.scale, window=spans.window, softcap=spans.softcap)
+    for own, keys in zip(pairwise(spans.starts.tolist()), pairwise(spans.key_starts.tolist()), strict=True):
+        pairs = ((q, own), (k, keys), (v, keys))
+        qr, kr, vr = (x[first:end].transpose(0, 1)[None] for x, (first, end) in pairs)
+        skipped = kr.shape[2] - qr.shape[2]
+        if not skipped:
+            out = causal_attention(qr, kr, vr, scale=spans.scale, window=spans.window, softcap=spans.softcap)
+        elif qr.shape[2]:
+            at = torch.tensor([skipped], device=q.device)
+            out = suffix_attention(qr, kr, vr, at, scale=spans.scale, window=spans.window, softcap=spans.softcap)
+        else:
+            continue
         parts.append(out[0].transpose(0, 1))
     return torch.cat(parts)
 
@@ -71,9 +84,9 @@ def flash_attn() -> Attend:
             k,
             v,
             spans.starts,
-            spans.starts,
+            spans.key_starts,
             spans.longest,
-            spans.longest,
+            spans.longest_keys,
             softmax_scale=spans.scale,
             causal=True,
             window_size=(-1, -1) if spans.window is None else (spans.window - 1, 0),
@@ -97,7 +110,7 @@ def torch_varlen() -> Attend:
         if spans.softcap is not None:
             raise NotImplementedError("no soft-capped scores")
         reach = (-1 if spans.window is None else spans.window - 1, 0)
-        ends = (spans.starts, spans.starts, spans.longest, spans.longest)
+        ends = (spans.starts, spans.key_starts, spans.longest, spans.longest_keys)
         out = varlen_attn(q, k, v, *ends, scale=spans.scale, window_size=reach, **grouped)
         return cast(Tensor, out)
 
@@ -145,12 +158,14 @@ def deviation(attend: Attend, sizes: Setting) -> float:
     """The largest difference between the kernel's outputs and gradients and the fp32 reference, relative to the largest
     number."""
     generator = torch.Generator(sizes.device).manual_seed(0)
-    total = sum(PROBE_LENGTHS)
-    shapes = [(total, heads, sizes.head_dim) for heads in (sizes.heads, sizes.kv_heads, sizes.kv_heads, sizes.heads)]
+    lengths = PROBE_QUERIES if sizes.fewer_queries else PROBE_LENGTHS
+    queries, keys = (sum(lengths), sizes.heads, sizes.head_dim), (sum(PROBE_LENGTHS), sizes.kv_heads, sizes.head_dim)
+    shapes = (queries, keys, keys, queries)
     *qkv, weight = (torch.randn(shape, generator=generator, device=sizes.device).to(sizes.dtype) for shape in shapes)
     window = sizes.window if sizes.window is None else min(sizes.window, 16)
-    starts = starts_of(PROBE_LENGTHS, sizes.device)
-    spans = Spans(starts, max(PROBE_LENGTHS), sizes.head_dim**-0.5, window, sizes.softcap)
+    starts, key_starts = (starts_of(some, sizes.device) for some in (lengths, PROBE_LENGTHS))
+    longest = (max(lengths), key_starts, max(PROBE_LENGTHS))
+    spans = Spans(starts, *longest, sizes.head_dim**-0.5, window, sizes.softcap)
     found = []
     for way, dtype in ((attend, sizes.dtype), (sequence_by_sequence, torch.float32)):
         with torch.inference_mode(False), torch.enable_grad():

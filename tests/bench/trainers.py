@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 
 from hpcrl.config.engines import TrainerConfig
-from hpcrl.engines.train.fsdp2.packed_attention import shared_prefixes
+from hpcrl.engines.train.fsdp2.prefix_tree import share_prefixes
 from hpcrl.models.families import shape_of
 from hpcrl.planner.traffic import Sent, StepWork, total_bytes
 from hpcrl.planner.trainer import train_plan
@@ -104,14 +104,14 @@ def share(whole: Batch, group: int, num_groups: int) -> tuple[Batch, MicroBatche
 
 
 def planned(engine_name: str, split: Split, model: Path) -> list[Sent]:
-    """What the plan says that a rank sends in the same step. FSDP2 packs a prompt of several rows once."""
+    """What the plan says that a rank sends in the same step. FSDP2 packs a common prefix once."""
     config, whole = split.config(engine_name, model), whole_batch()
     num_groups = len(TRAIN_ENGINES[engine_name].division(config, split.num_ranks).groups)
     num_tokens = 0
     for group in range(num_groups):
         batch, plan = share(whole, group, num_groups)
         for part in (batch.select(list(rows)) for rows in plan):
-            kept, _ = shared_prefixes(part.token_ids, part.lengths.tolist(), part.prefix_lengths().tolist())
+            kept = share_prefixes(part.token_ids, part.lengths.tolist()).kept
             num_tokens += part.num_tokens if engine_name == "megatron" else len(kept)
     work = StepWork(num_tokens // num_groups, num_micro_batches=2)
     return train_plan(config).step_traffic(config, shape_of(model, "model.path"), split.num_ranks, work)

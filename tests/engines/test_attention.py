@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 from pathlib import Path
 
 import pytest
@@ -9,22 +11,53 @@ import torch
 from torch import Tensor
 
 from hpcrl.engines import blocked_attention
-from hpcrl.engines.blocked_attention import causal_attention
-from hpcrl.engines.train.fsdp2.packed_attention import PackedLayout, _Pad, shared_prefixes
+from hpcrl.engines.blocked_attention import causal_attention, suffix_attention
+from hpcrl.engines.train.fsdp2.packed_attention import PackedLayout, _Pad
+from hpcrl.engines.train.fsdp2.prefix_tree import Shared, share_prefixes
 from tests.engines.worlds import make_batch
 from tests.planner.measuring import peak_bytes
 
 pytestmark = pytest.mark.numerics
 
 
-def test_shared_prefixes_by_hand() -> None:
+def test_common_prefixes_by_hand() -> None:
     tokens = torch.tensor([1, 2, 7, 1, 2, 8, 9, 1, 3, 7, 1, 2])
-    kept, places = shared_prefixes(tokens, [3, 4, 3, 2], [2, 2, 2, 2])
-    assert kept.tolist() == [0, 1, 2, 5, 6, 7, 8, 9]  # the second and the last sequence begin like the first
-    assert places.tolist() == [0, 1, 2, 0, 1, 3, 4, 5, 6, 7, 0, 1]
+    kept, places, skipped = share_prefixes(tokens, [3, 4, 3, 2])
+    assert kept.tolist() == [0, 1, 2, 5, 6, 8, 9]  # 1 2, then 7 or 8 9; or 1 3 7
+    assert places.tolist() == [0, 1, 2, 0, 1, 3, 4, 0, 5, 6, 0, 1]
+    assert skipped == [0, 2, 1, 2]
     assert torch.equal(tokens[kept][places], tokens)
-    kept, places = shared_prefixes(tokens, [3, 4, 3, 2], [0, 0, 0, 0])
-    assert kept.tolist() == places.tolist() == list(range(12))
+    kept, places, skipped = share_prefixes(tokens, [3, 4, 3, 2], [2, 2, 0, 1])
+    assert kept.tolist() == [0, 1, 2, 5, 6, 7, 8, 9, 11] and skipped == [0, 2, 0, 1]
+    kept, places, skipped = share_prefixes(tokens, [3, 4, 3, 2], [0, 0, 0, 0])
+    assert kept.tolist() == places.tolist() == list(range(12)) and skipped == [0] * 4
+
+
+def test_turns_that_repeat_earlier_turns_share_all_of_these() -> None:
+    turns = [[5, 6], [5, 6, 7, 8], [5, 6, 7, 8, 9], [5, 6, 4]]
+    tokens, lengths = torch.tensor([*itertools.chain(*turns)]), [len(turn) for turn in turns]
+    kept, places, skipped = share_prefixes(tokens, lengths)
+    assert tokens[kept].tolist() == [5, 6, 7, 8, 9, 4] and skipped == [0, 2, 4, 2]
+    layout = PackedLayout(lengths, torch.device("cpu"), Shared(kept, places, skipped))
+    blocks = layout.own_queries.blocks  # the first turn, and what follows it in the others
+    assert [(block.indices, block.queries, block.length) for block in blocks] == [([0], 2, 2), ([1, 2, 3], 2, 5)]
+    assert tokens[kept][layout.own_queries.queries.tokens].tolist() == [5, 6, 7, 8, 9, 9, 4, 4]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_prefixes_of_random_sequences_are_all_found(seed: int) -> None:
+    generator = random.Random(seed)
+    rows = [[generator.randrange(2) for _ in range(generator.randrange(1, 9))] for _ in range(30)]
+    tokens = torch.tensor([*itertools.chain(*rows)])
+    kept, places, skipped = share_prefixes(tokens, [len(row) for row in rows])
+    assert torch.equal(tokens[kept][places], tokens)
+    prefixes = [tuple(row[: end + 1]) for row in rows for end in range(len(row))]
+    assert len(kept) == len(set(prefixes))
+    first = {}  # prefix -> its token's place
+    assert all(
+        first.setdefault(prefix, place) == place for prefix, place in zip(prefixes, places.tolist(), strict=True)
+    )
+    assert sum(skipped) == len(tokens) - len(kept)
 
 
 def test_prefix_lengths_end_at_the_first_trained_token() -> None:
@@ -35,15 +68,15 @@ def test_prefix_lengths_end_at_the_first_trained_token() -> None:
 
 
 def padded(layout: PackedLayout, packed: Tensor) -> list[Tensor]:
-    shapes, shown = layout.padded
-    blocks = _Pad.apply(packed, shown).split([rows * length for rows, length in shapes])
-    return [b.unflatten(0, shape) for b, shape in zip(blocks, shapes, strict=True)]
+    blocks, shown = layout.padded.blocks, layout.padded.keys
+    shapes = [(block.rows, block.length) for block in blocks]
+    parts = _Pad.apply(packed, shown).split([rows * length for rows, length in shapes])
+    return [part.unflatten(0, shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def test_shared_tokens_appear_in_every_block_and_sum_its_gradients() -> None:
     tokens = torch.tensor([1, 2, 7, 1, 2, 8, 9, 4])
-    shared = shared_prefixes(tokens, [3, 4, 1], [2, 2, 0])
-    layout = PackedLayout([3, 4, 1], torch.device("cpu"), shared)
+    layout = PackedLayout([3, 4, 1], torch.device("cpu"), share_prefixes(tokens, [3, 4, 1]))
     packed = tokens[layout.kept].double()[:, None, None].requires_grad_()
     (block,) = padded(layout, packed)  # rows by falling length, padded with their last token
     assert block[..., 0, 0].tolist() == [[1, 2, 8, 9], [1, 2, 7, 7], [4, 4, 4, 4]]
@@ -87,6 +120,28 @@ def test_blockwise_attention_matches_the_formula(
         results.append([out, *(tensor.grad for tensor in tensors)])
     for got, want in zip(*results, strict=True):
         torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("window", [None, 5, 14])
+def test_last_queries_of_rows_match_the_formula(
+    window: int | None, softcap: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of 21, 13 and 20 tokens, whose queries start at different positions; the rest of a row is padding."""
+    monkeypatch.setattr(blocked_attention, "QUERY_BLOCK", 4)
+    first, lengths = torch.tensor([12, 7, 19]), (21, 13, 20)
+    q, k, v = heads(21)
+    every = dense(q, k, v, 0.6, window, softcap)
+    wanted = torch.cat([every[row, :, first[row] : n] for row, n in enumerate(lengths)], 1)
+    queries = torch.stack(
+        [q[row, :, [min(int(first[row]) + i, n - 1) for i in range(9)]] for row, n in enumerate(lengths)]
+    )
+    out = suffix_attention(queries, k, v, first, scale=0.6, window=window, softcap=softcap)
+    found = torch.cat([out[row, :, : n - first[row]] for row, n in enumerate(lengths)], 1)
+    weights = torch.linspace(-1, 1, found.numel()).view(found.shape)
+    for got, want in zip(*(torch.autograd.grad((x * weights).sum(), (q, k, v)) for x in (found, wanted)), strict=True):
+        torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.slow

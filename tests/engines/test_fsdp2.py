@@ -26,6 +26,7 @@ from hpcrl.engines import varlen
 from hpcrl.engines.train.fsdp2 import checkpoint, model, probe
 from hpcrl.engines.train.fsdp2 import engine as fsdp2
 from hpcrl.engines.train.fsdp2.engine import FSDP2Engine
+from hpcrl.engines.train.fsdp2.prefix_tree import share_prefixes
 from hpcrl.engines.train.fsdp2.spec import FSDP2Config
 from hpcrl.engines.train.fsdp2.weights import full_tensor
 from hpcrl.engines.train.schedule import learning_rate
@@ -103,6 +104,37 @@ def test_log_probs_and_gradients_match_transformers(family: str, folders: dict[s
     with torch.no_grad():
         trainer.model.get_parameter("hf.model.layers.0.self_attn.v_proj.weight")[0, 0] += 0.1
     assert (trainer.logprobs(batch, ONE, TEMPERATURE) - want).abs().max() > 1e-4
+
+
+def turns_that_repeat() -> Batch:
+    """Rows of several turns, each of which repeats the earlier turns of its row and goes on; all rows begin alike, and
+    trained tokens are repeated, too."""
+    batch = make_batch([6, 11, 17, 6, 8, 15], num_prompt_tokens=3)
+    rows = list(batch.token_ids.split(batch.lengths.tolist()))
+    for row in range(1, len(rows)):
+        rows[row][: len(rows[row - 1])] = rows[row - 1][: len(rows[row])]
+    rows[3][4:] = rows[0][4:].flip(0)
+    return by_steps(batch, (2, 1, 3))
+
+
+def test_common_prefixes_change_neither_log_probs_nor_gradients(
+    folders: dict[str, Path], world_of_one: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch, packed = turns_that_repeat(), []
+    trainer = engine(folders["qwen3"], packing="require")
+    original = trainer.model._states
+    monkeypatch.setattr(
+        trainer.model, "_states", lambda *given: (packed.append(len(given[2].kept)), original(*given))[1]
+    )
+    found = []
+    for share in (share_prefixes, lambda ids, lengths, _: share_prefixes(ids, lengths, [0] * len(lengths))):
+        monkeypatch.setattr(fsdp2, "share_prefixes", share)
+        found.append(
+            (trainer.logprobs(batch, [[0, 1, 2]], TEMPERATURE), gradients_of(trainer, batch, [[0, 1, 2]], batch))
+        )
+    assert packed == [28, 28, 63, 63]  # 17 of the first row, and the second's without its first 4
+    assert (found[0][0] - found[1][0]).abs().max() < 1e-5
+    assert worst_difference(found[0][1], found[1][1]) < 1e-5
 
 
 @pytest.mark.slow

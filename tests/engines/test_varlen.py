@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.nn.attention import varlen as torchs
 
 from hpcrl.engines import varlen
-from hpcrl.engines.train.fsdp2.packed_attention import PackedLayout, packed_attention, shared_prefixes
+from hpcrl.engines.train.fsdp2.packed_attention import PackedLayout, packed_attention
+from hpcrl.engines.train.fsdp2.prefix_tree import share_prefixes
 from hpcrl.engines.varlen import Setting, find, flash_attn, sequence_by_sequence, starts_of, torch_varlen
 
 pytestmark = pytest.mark.numerics
@@ -149,8 +150,8 @@ def test_packed_rows_match_blockwise_attention(
     monkeypatch.setattr(varlen, "KERNELS", {"reference": lambda: sequence_by_sequence})
     monkeypatch.setattr(varlen, "_suits", lambda sizes: True)
     tokens = torch.tensor([1, 2, 3, 9, 9, 4, 5, 1, 2, 3, 1, 2, 3, 7, 7, 7, 1, 2, 4, 8])
-    shared = shared_prefixes(tokens, LENGTHS, [3, 3, 3, 0]) if shares else None
-    kept = 20 - 6 if shares else 20
+    shared = share_prefixes(tokens, LENGTHS) if shares else None
+    kept = 20 if shared is None else len(shared.kept)
     generator = torch.Generator().manual_seed(0)
     shapes = [(1, heads, kept, 8) for heads in (4, 2, 2)]
     qkv = [torch.randn(shape, generator=generator) for shape in shapes]
@@ -161,7 +162,7 @@ def test_packed_rows_match_blockwise_attention(
         out, _ = packed_attention(
             torch.nn.Identity(), *inputs, None, softcap=softcap, sliding_window=window, packed_layout=layout
         )
-        assert ("exact" in vars(layout)) == (attention == "flash") != ("padded" in vars(layout))
+        assert bool(layout._spans) == (attention == "flash") != ("own_queries" in vars(layout))
         (out * torch.linspace(-1, 1, out.numel()).view(out.shape)).sum().backward()
         results.append([out.detach(), *(x.grad for x in inputs)])
     for got, want in zip(*results, strict=True):

@@ -50,6 +50,6 @@ def _step(qkv: list[Tensor], layout: PackedLayout, scale: float, attend: varlen.
     if attend is None:
         out = by_blocks((q, k, v), layout, scale, None, None)
     else:
-        starts, longest, _ = layout.exact
-        out = attend(q, k, v, varlen.Spans(starts, longest, scale))
+        spans, _, _ = layout.spans(own_queries=False)
+        out = attend(q, k, v, spans._replace(scale=scale))
     torch.autograd.grad(out, qkv, torch.ones_like(out))

@@ -34,7 +34,8 @@ from hpcrl.engines.train.fsdp2.lora import Adapters
 from hpcrl.engines.train.fsdp2.model import Inputs, PackedCausalLM, empty_model, read_model, write_model
 from hpcrl.engines.train.fsdp2.model_kind import CAUSAL, SEEING, Kind
 from hpcrl.engines.train.fsdp2.optimizer import make_optimizer
-from hpcrl.engines.train.fsdp2.packed_attention import PackedLayout, shared_prefixes
+from hpcrl.engines.train.fsdp2.packed_attention import PackedLayout
+from hpcrl.engines.train.fsdp2.prefix_tree import share_prefixes
 from hpcrl.engines.train.fsdp2.probe import probe_packing
 from hpcrl.engines.train.fsdp2.replay import RouterReplay
 from hpcrl.engines.train.fsdp2.sharding import shard
@@ -261,11 +262,13 @@ class FSDP2Engine:
         before = places - 1 if places.numel() else places.new_zeros(1)
         layout = None
         if self.packing or self.mesh.tokens.all.size > 1:
-            prefixes = batch.prefix_lengths()
-            if positions.dim() > 1 and vision is None:  # the positions of equal tokens may differ
-                prefixes = torch.zeros_like(prefixes)
             keys = keys_of(batch) if vision is not None and batch.num_tokens else token_ids
-            shared = shared_prefixes(keys, lengths, prefixes.tolist() or [0])
+            limits = None
+            if positions.dim() > 1 and vision is None:  # the positions of equal tokens may differ
+                limits = [0] * len(lengths)
+            elif self.replay is not None:  # the generator may have chosen other experts for equal response tokens
+                limits = batch.prefix_lengths().tolist() or [0]
+            shared = share_prefixes(keys, lengths, limits)
             layout = PackedLayout(
                 lengths,
                 self.device,

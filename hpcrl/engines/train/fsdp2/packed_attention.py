@@ -5,49 +5,31 @@ number. Instead, a kernel for sequences of different lengths (hpcrl.engines.varl
 of similar length are gathered into padded blocks [rows, length] for causal attention without a mask. Padding is on the
 right, where no real token attends to it.
 
-Sequences with a common prefix (the prompt of group members) share the prefix's hidden states: it is packed once, and
-shown in each sequence (Prefix Grouper, arXiv 2506.05433). The gradient does not change, because a token's hidden states
-depend only on the tokens up to it.
+Sequences with a common prefix share the prefix's hidden states (hpcrl.engines.train.fsdp2.prefix_tree): it is packed
+once, its queries are computed once, and its keys and values are shown in each sequence.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from hpcrl.engines import varlen
-from hpcrl.engines.blocked_attention import causal_attention, masked_attention
+from hpcrl.engines.blocked_attention import causal_attention, masked_attention, suffix_attention
 from hpcrl.engines.train.fsdp2.exchange import TokenRanks, heads_to_tokens, tokens_to_heads
+from hpcrl.engines.train.fsdp2.prefix_tree import Shared
 from hpcrl.rollout.device_copies import to_device
 
 PACKED_ATTENTION = "hpcrl_packed"
 MAX_PADDING = 1 / 8  # maximum share of padding in a row of a block
 MIN_PADDING_TOKENS = 8  # always allowed, since blocks of short rows cost less than many kernel calls
-
-
-def shared_prefixes(token_ids: Tensor, lengths: Sequence[int], prefixes: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """(kept int64 [K], places int64 [T]): the tokens to pack, and for each of the T tokens its index among them.
-    Sequences whose first prefixes[row] tokens are equal share these; all other tokens are kept."""
-    ids = token_ids.numpy()
-    places = np.empty(len(ids), dtype=np.int64)
-    first: dict[bytes, int] = {}  # prefix -> index of its first token
-    kept: list[np.ndarray] = []
-    start = count = 0
-    for length, prefix in zip(lengths, prefixes, strict=True):
-        place = first.setdefault(ids[start : start + prefix].tobytes(), count)
-        skipped = prefix if place < count else 0
-        places[start : start + skipped] = np.arange(place, place + skipped)
-        places[start + skipped : start + length] = np.arange(count, count + length - skipped)
-        kept.append(np.arange(start + skipped, start + length))
-        start, count = start + length, count + length - skipped
-    return torch.from_numpy(np.concatenate(kept)), torch.from_numpy(places)
 
 
 class Shown:
@@ -71,6 +53,32 @@ class Shown:
         self.tokens, self.first, self.slots, self.bags = (to_device(tensor, device) for tensor in given)
 
 
+@dataclass(frozen=True)
+class Block:
+    """Sequences that attention computes together: `indices` of sequences, and numbers of queries and of keys per
+    sequence. `first`, int64 [rows], is the position of each sequence's first query; None if all are 0."""
+
+    indices: list[int]
+    queries: int
+    length: int
+    first: Tensor | None
+
+    @property
+    def rows(self) -> int:
+        """Number of sequences."""
+        return len(self.indices)
+
+
+@dataclass(frozen=True)
+class Padded:
+    """Blocks, those with the most queries first, and the tokens of all of their queries and keys, concatenated; padding
+    repeats a sequence's last token."""
+
+    blocks: list[Block]
+    queries: Shown
+    keys: Shown
+
+
 class PackedLayout:
     """Which tokens of some sequences are packed, and their positions in attention's rows. Made once per micro-batch.
 
@@ -86,24 +94,25 @@ class PackedLayout:
         self,
         lengths: Sequence[int],
         device: torch.device,
-        shared: tuple[Tensor, Tensor] | None = None,
+        shared: Shared | None = None,
         attention: varlen.Choice = "auto",
         ranks: TokenRanks | None = None,
         images: Tensor | None = None,
         only_in_windows: bool = False,
     ):
-        """`shared` comes from shared_prefixes(); without it, every token is packed separately.
+        """`shared` comes from share_prefixes(); without it, every token is packed separately.
 
         Args:
             images: int64 [T] on the host, a number for each token of an image, equal for tokens that attend to each
                 other in both directions, and -1 for other tokens. None if all tokens attend to earlier ones only.
             only_in_windows: Whether they do so only in layers with a sliding window.
         """
-        kept, self._places = shared or (torch.arange(sum(lengths)),) * 2
-        self._lengths, self._device, self._shares = lengths, device, len(kept) < len(self._places)
+        kept, self._places, self._skipped = shared or Shared(*(torch.arange(sum(lengths)),) * 2, [0] * len(lengths))
+        self._lengths, self._device = lengths, device
+        self.shares = any(self._skipped)
         self.attention: varlen.Choice = attention
-        self._slots: tuple[list[Tensor], list[Tensor]] = ([], [])  # per block of `padded`: tokens, and which are real
         self._only_in_windows = only_in_windows
+        self._spans: dict[bool, tuple[varlen.Spans, Shown | None, Shown | None]] = {}
         self._images = None if images is None or bool((images < 0).all()) else images
         self.ranks = ranks or TokenRanks()
         self.num_packed, size = len(kept), self.ranks.all.size
@@ -131,46 +140,78 @@ class PackedLayout:
         """Per block of `padded`, int64 [rows, length]: the number of each token's image, -1 for other tokens and for
         padding; None for a block without images."""
         if self._images is None:
-            return [None] * len(self.padded[0])
+            return [None] * len(self.padded.blocks)
         found: list[Tensor | None] = []
-        for (rows, length), tokens, real in zip(self.padded[0], *self._slots, strict=True):
-            numbers = self._images[tokens].where(real, -1).view(rows, length)
+        nothing = [0] * len(self._lengths)
+        for block in self.padded.blocks:
+            tokens, real = self._slots(block.indices, nothing, block.length)
+            numbers = self._images[tokens].where(real, -1).view(block.rows, block.length)
             found.append(to_device(numbers, self._device) if bool((numbers >= 0).any()) else None)
         return found
 
     @cached_property
-    def padded(self) -> tuple[list[tuple[int, int]], Shown]:
-        """(rows, length) of blocks of sequences with similar lengths, longest first; and the tokens of all rows,
-        concatenated, where padding repeats a row's last token."""
-        lengths, starts = self._lengths, [0]
-        order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
-        for length in lengths:
-            starts.append(starts[-1] + length)
-        groups: list[list[int]] = []
-        for row in order:
-            longest = lengths[groups[-1][0]] if groups else 0
-            if longest - lengths[row] > max(MIN_PADDING_TOKENS, int(longest * MAX_PADDING)) or not groups:
-                groups.append([])
-            groups[-1].append(row)
-        blocks = [(len(rows), lengths[rows[0]]) for rows in groups]
-        slots, real = [], []
-        for rows, (_, longest) in zip(groups, blocks, strict=True):
-            first = torch.tensor([starts[row] for row in rows])[:, None]
-            last = torch.tensor([lengths[row] - 1 for row in rows])[:, None]
-            offsets = torch.arange(longest)[None]
-            slots.append((first + torch.minimum(offsets, last)).flatten())
-            real.append((offsets <= last).flatten())
-        self._slots = slots, real
-        return blocks, Shown(self._places[torch.cat(slots)], torch.cat(real), self._device)
+    def padded(self) -> Padded:
+        """All sequences with all of their tokens."""
+        return self._pad([0] * len(self._lengths))
 
     @cached_property
-    def exact(self) -> tuple[Tensor, int, Shown | None]:
-        """The sequences' starts (int32 [N + 1]), the longest length, and the tokens of all sequences, concatenated, or
-        None instead of the tokens if no prefix is shared."""
-        starts = varlen.starts_of(self._lengths, self._device)
-        everything = torch.ones(len(self._places), dtype=torch.bool)
-        shown = Shown(self._places, everything, self._device) if self._shares else None
-        return starts, max(self._lengths), shown
+    def own_queries(self) -> Padded:
+        """Each packed token as query once: the sequences without their skipped tokens, whose keys they see."""
+        return self._pad(self._skipped) if self.shares else self.padded
+
+    def _pad(self, skipped: Sequence[int]) -> Padded:
+        """Sequences with similar numbers of tokens and of queries form a block."""
+        lengths = self._lengths
+        order = [row for row, length in enumerate(lengths) if length > skipped[row]]
+        order.sort(key=lambda row: (skipped[row] > 0, skipped[row] - lengths[row], -lengths[row]))
+        groups: list[list[int]] = []
+        for row in order:
+            if not groups or not self._is_like(groups[-1], row, skipped):
+                groups.append([])
+            groups[-1].append(row)
+        blocks, parts = [], []
+        for rows in groups:
+            longest = max(lengths[row] for row in rows)
+            queries = max(lengths[row] - skipped[row] for row in rows)
+            first = None
+            if skipped[rows[0]]:
+                first = to_device(torch.tensor([skipped[row] for row in rows]), self._device)
+            blocks.append(Block(rows, queries, longest, first))
+            parts.append((self._slots(rows, skipped, queries), self._slots(rows, [0] * len(lengths), longest)))
+        own, every = (
+            Shown(self._places[torch.cat(tokens)], torch.cat(real), self._device)
+            for tokens, real in (tuple(zip(*part, strict=True)) for part in zip(*parts, strict=True))
+        )
+        return Padded(blocks, own, every if any(skipped) else own)
+
+    def _is_like(self, rows: Sequence[int], row: int, skipped: Sequence[int]) -> bool:
+        """Whether a sequence may be added to a block of these, of which the first has the most queries."""
+        if (skipped[row] > 0) != (skipped[rows[0]] > 0):
+            return False
+        lengths = [self._lengths[other] for other in (*rows, row)]
+        queries = [self._lengths[other] - skipped[other] for other in (rows[0], row)]
+        return all(max(n) - min(n) <= max(MIN_PADDING_TOKENS, int(max(n) * MAX_PADDING)) for n in (lengths, queries))
+
+    def _slots(self, rows: Sequence[int], skipped: Sequence[int], length: int) -> tuple[Tensor, Tensor]:
+        """The tokens of these sequences after the skipped ones, int64 [rows * length], padded with each sequence's last
+        token; and which of them are no padding."""
+        ends = torch.tensor(self._lengths).cumsum(0)
+        last = ends[rows][:, None] - 1
+        first = last + 1 - torch.tensor([self._lengths[row] - skipped[row] for row in rows])[:, None]
+        tokens = first + torch.arange(length)[None]
+        return torch.minimum(tokens, last).flatten(), (tokens <= last).flatten()
+
+    def spans(self, own_queries: bool) -> tuple[varlen.Spans, Shown | None, Shown | None]:
+        """Where sequences start and end, and the tokens of all queries and of all keys, None for the packed tokens as
+        they are."""
+        if own_queries not in self._spans:
+            queries = [n - skipped * own_queries for n, skipped in zip(self._lengths, self._skipped, strict=True)]
+            starts, key_starts = (varlen.starts_of(some, self._device) for some in (queries, self._lengths))
+            everything = torch.ones(len(self._places), dtype=torch.bool)
+            every = Shown(self._places, everything, self._device) if self.shares else None
+            found = varlen.Spans(starts, max(queries), key_starts, max(self._lengths))
+            self._spans[own_queries] = found, None if own_queries else every, every
+        return self._spans[own_queries]
 
 
 class _Pad(torch.autograd.Function):
@@ -239,36 +280,42 @@ def _attend(
     q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, scale: float, window: int | None, softcap: float | None
 ) -> Tensor:
     """Attention over all packed tokens: q [K, H, D], k and v [K, KV, D] -> [K, H, D]."""
-    sizes = varlen.Setting(q.device, q.dtype, q.shape[1], k.shape[1], q.shape[-1], window, softcap)
     fits = v.shape[-1] == q.shape[-1] and not layout.attends_both_ways(window)
-    attend = varlen.find(layout.attention, sizes) if fits else None
-    if attend is None:
-        return by_blocks((q, k, v), layout, scale, window, softcap)
-    starts, longest, shown = layout.exact
-    if shown is not None:
-        q, k, v = (_Pad.apply(x, shown) for x in (q, k, v))
-    out: Tensor = attend(q, k, v, varlen.Spans(starts, longest, scale, window, softcap))
-    return out if shown is None else _Unpad.apply(out, shown)
+    for own_queries in (True, False) if layout.shares else (False,):
+        sizes = varlen.Setting(q.device, q.dtype, q.shape[1], k.shape[1], q.shape[-1], window, softcap, own_queries)
+        attend = varlen.find(layout.attention, sizes) if fits else None
+        if attend is not None:
+            spans, queries, keys = layout.spans(own_queries)
+            q, k, v = (
+                x if shown is None else _Pad.apply(x, shown) for x, shown in ((q, queries), (k, keys), (v, keys))
+            )
+            out: Tensor = attend(q, k, v, spans._replace(scale=scale, window=window, softcap=softcap))
+            return out if queries is None else _Unpad.apply(out, queries)
+    return by_blocks((q, k, v), layout, scale, window, softcap)
 
 
 def by_blocks(
     qkv: Sequence[Tensor], layout: PackedLayout, scale: float, window: int | None, softcap: float | None
 ) -> Tensor:
     """[K, H, D]: attention in padded blocks; q [K, H, D], k and v [K, KV, D]."""
-    blocks, shown = layout.padded
-    q, k, v = (_Pad.apply(x, shown) for x in qkv)
+    both_ways = layout.attends_both_ways(window)
+    padded = layout.padded if both_ways else layout.own_queries
+    images = layout.images if both_ways else [None] * len(padded.blocks)
+    q, k, v = (_Pad.apply(x, shown) for x, shown in zip(qkv, (padded.queries, padded.keys, padded.keys), strict=True))
     outputs = []
     # split, not slices: a split's gradient is one concatenation, but n slices' is n full-size tensors of zeros.
-    sizes = [rows * length for rows, length in blocks]
-    pieces = zip(blocks, layout.images, q.split(sizes), k.split(sizes), v.split(sizes), strict=True)
-    for (rows, length), images, *parts in pieces:
-        qb, kb, vb = (x.unflatten(0, (rows, length)).transpose(1, 2) for x in parts)
-        if images is None or not layout.attends_both_ways(window):
-            out = causal_attention(qb, kb, vb, scale=scale, window=window, softcap=softcap)
+    keys = [block.rows * block.length for block in padded.blocks]
+    parts = (q.split([block.rows * block.queries for block in padded.blocks]), k.split(keys), v.split(keys))
+    for block, numbers, *tensors in zip(padded.blocks, images, *parts, strict=True):
+        qb, kb, vb = (x.unflatten(0, (block.rows, -1)).transpose(1, 2) for x in tensors)
+        if numbers is not None:
+            out = masked_attention(qb, kb, vb, visible_keys(numbers, window), scale, softcap)
+        elif block.first is not None:
+            out = suffix_attention(qb, kb, vb, block.first, scale=scale, window=window, softcap=softcap)
         else:
-            out = masked_attention(qb, kb, vb, visible_keys(images, window), scale, softcap)
+            out = causal_attention(qb, kb, vb, scale=scale, window=window, softcap=softcap)
         outputs.append(out.transpose(1, 2).flatten(0, 1))
-    unpadded: Tensor = _Unpad.apply(outputs[0] if len(outputs) == 1 else torch.cat(outputs), shown)
+    unpadded: Tensor = _Unpad.apply(outputs[0] if len(outputs) == 1 else torch.cat(outputs), padded.queries)
     return unpadded
 
 

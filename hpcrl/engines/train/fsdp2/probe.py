@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from hpcrl.engines.train.fsdp2.exchange import TokenRanks
-from hpcrl.engines.train.fsdp2.packed_attention import PackedLayout, shared_prefixes
+from hpcrl.engines.train.fsdp2.packed_attention import PackedLayout
+from hpcrl.engines.train.fsdp2.prefix_tree import share_prefixes
 from hpcrl.engines.train.fsdp2.trial import Tried, make_rows, one_line, run
 
 PROBE_LENGTHS, PROBE_PREFIX, PROBE_AFTER = (13, 7, 19), 5, 26
@@ -46,7 +47,7 @@ def probe_packing(engine: Probed, ranks: TokenRanks, obstacle: str) -> bool:
     model, device, own, mode = engine.model, engine.device, engine.own, engine.own.packing
     rows, longer = make_rows(model, PROBE_LENGTHS, PROBE_PREFIX, device, PROBE_AFTER)
     lengths = [len(row) for row in rows]
-    shared = shared_prefixes(torch.cat(rows).cpu(), lengths, [min(PROBE_PREFIX, n) for n in lengths])
+    shared = share_prefixes(torch.cat(rows).cpu(), lengths)
     divides = ranks.all.size > 1
 
     def layout(lengths: list[int], shared: Any = None) -> PackedLayout:

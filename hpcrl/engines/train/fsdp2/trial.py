@@ -21,7 +21,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from hpcrl.engines.train.fsdp2.exchange import Axis, TokenRanks
 from hpcrl.engines.train.fsdp2.model import PackedCausalLM
 from hpcrl.engines.train.fsdp2.model_kind import Kind
-from hpcrl.engines.train.fsdp2.packed_attention import PackedLayout, shared_prefixes
+from hpcrl.engines.train.fsdp2.packed_attention import PackedLayout
+from hpcrl.engines.train.fsdp2.prefix_tree import share_prefixes
 from hpcrl.engines.train.fsdp2.small_model import small_model
 from hpcrl.engines.train.fsdp2.spec import FSDP2Config
 from hpcrl.engines.train.fsdp2.tensor_parallel import TensorParallel
@@ -140,7 +141,7 @@ def _deviations(engine: Tried, model: PackedCausalLM, packer: PackedCausalLM | N
 def _pack(packer: PackedCausalLM, rows: list[Tensor], ranks: TokenRanks) -> tuple[Tensor, Tensor]:
     """Log-probs of the packed rows, and of the same rows if they attend to the rows before them."""
     lengths, device = [len(row) for row in rows], rows[0].device
-    shared = shared_prefixes(torch.cat(rows).cpu(), lengths, [min(PREFIX, n) for n in lengths])
+    shared = share_prefixes(torch.cat(rows).cpu(), lengths)
     packer.set_packing(True)
     packed = run(packer, rows, PackedLayout(lengths, device, shared, "sdpa", ranks))
     return packed, run(packer, rows, PackedLayout([sum(lengths)], device, None, "sdpa", ranks))

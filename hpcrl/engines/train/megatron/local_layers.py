@@ -61,7 +61,8 @@ class PackedAttention(nn.Module):
         """[T / ranks, heads x D]. Sequences begin at packed_seq_params.cu_seqlens_q, counted over all ranks' tokens."""
         starts = packed_seq_params.cu_seqlens_q
         if self.group.size() == 1:
-            spans = Spans(starts, packed_seq_params.max_seqlen_q, self.scale, self.window)
+            longest = packed_seq_params.max_seqlen_q
+            spans = Spans(starts, longest, starts, longest, self.scale, self.window)
             return sequence_by_sequence(query, key, value, spans).flatten(1)
         ranks, rank = self.group.size(), dist.get_rank(self.group)
         widths = (key.shape[-1], value.shape[-1])
