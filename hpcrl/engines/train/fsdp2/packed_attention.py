@@ -11,15 +11,16 @@ once, its queries are computed once, and its keys and values are shown in each s
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
 
 from hpcrl.engines import varlen
 from hpcrl.engines.blocked_attention import causal_attention, masked_attention, suffix_attention
@@ -30,6 +31,22 @@ from hpcrl.rollout.device_copies import to_device
 PACKED_ATTENTION = "hpcrl_packed"
 MAX_PADDING = 1 / 8  # maximum share of padding in a row of a block
 MIN_PADDING_TOKENS = 8  # always allowed, since blocks of short rows cost less than many kernel calls
+
+
+class Reach(NamedTuple):
+    """What a layer's mask has besides causality: a token attends to the last `window` tokens, itself included, or to
+    those of its chunk of `chunk` tokens of a row."""
+
+    window: int | None = None
+    chunk: int | None = None
+
+
+def reach_of_mask(config: PreTrainedConfig | None = None, local_size: int | None = None, **_: Any) -> Reach | None:
+    """transformers' mask interface: what its layers get as attention_mask; None for causality without more."""
+    if local_size is None:
+        return None
+    is_chunk = getattr(config, "sliding_window", None) is None and hasattr(config, "attention_chunk_size")
+    return Reach(chunk=local_size) if is_chunk else Reach(window=local_size)
 
 
 class Shown:
@@ -113,6 +130,7 @@ class PackedLayout:
         self.attention: varlen.Choice = attention
         self._only_in_windows = only_in_windows
         self._spans: dict[bool, tuple[varlen.Spans, Shown | None, Shown | None]] = {}
+        self._chunked: dict[int, PackedLayout] = {}
         self._images = None if images is None or bool((images < 0).all()) else images
         self.ranks = ranks or TokenRanks()
         self.num_packed, size = len(kept), self.ranks.all.size
@@ -130,6 +148,20 @@ class PackedLayout:
             return None, places
         mine = (places % size == self.ranks.place).nonzero()[:, 0]
         return mine, places[mine] // size
+
+    def in_chunks(self, size: int) -> PackedLayout:
+        """The same tokens in shorter sequences: each is divided into chunks of this size."""
+        if size not in self._chunked:
+            divided = copy.copy(self)
+            chunks = [(row, first) for row, n in enumerate(self._lengths) for first in range(0, n, size)]
+            divided._lengths = [min(size, self._lengths[row] - first) for row, first in chunks]
+            skipped = [max(0, self._skipped[row] - first) for row, first in chunks]
+            divided._skipped = [min(some) for some in zip(skipped, divided._lengths, strict=True)]
+            divided._spans = {}
+            for name in ("images", "padded", "own_queries"):
+                vars(divided).pop(name, None)
+            self._chunked[size] = divided
+        return self._chunked[size]
 
     def attends_both_ways(self, window: int | None) -> bool:
         """Whether some tokens attend to later ones, in a layer with this window."""
@@ -251,16 +283,24 @@ def packed_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Tensor | Reach | None,
     scaling: float | None = None,
     softcap: float | None = None,
     sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
     packed_layout: PackedLayout | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: q [1, H, T, D], k and v [1, KV, T, D] -> ([1, T, H, D], None). A model that
-    does not pass `packed_layout` on attends over the whole row, which the probe at load detects."""
+    does not pass `packed_layout` on attends over the whole row, which the probe at load detects. `s_aux`, [H], are
+    attention sinks."""
     layout = packed_layout or PackedLayout([query.shape[2]], query.device)
+    window, sinks = sliding_window, s_aux
+    if isinstance(attention_mask, Tensor):
+        raise NotImplementedError("a layer makes its own mask")
+    if attention_mask is not None:
+        window = attention_mask.window
+        layout = layout.in_chunks(attention_mask.chunk) if attention_mask.chunk is not None else layout
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     scaling = scaling or query.shape[-1] ** -0.5
     context, num_tokens = layout.ranks.context, len(q)
@@ -268,19 +308,27 @@ def packed_attention(
         repeats = max(1, context.size // k.shape[1])  # with fewer key heads than ranks, heads are repeated
         k, v = (x.repeat_interleave(repeats, 1) if repeats > 1 else x for x in (k, v))
         q, k, v = (tokens_to_heads(x, context) for x in (q, k, v))
+        sinks = sinks if sinks is None else sinks.chunk(context.size)[context.rank]
         num_tokens = len(q)
     q, k, v = (x[: layout.num_packed] for x in (q, k, v))
-    out = _attend(q, k, v, layout, scaling, sliding_window, softcap)
+    out = _attend(q, k, v, layout, scaling, window, softcap, sinks)
     if num_tokens > layout.num_packed:
         out = F.pad(out, (0, 0, 0, 0, 0, num_tokens - layout.num_packed))
     return (heads_to_tokens(out, context) if context.size > 1 else out).unsqueeze(0), None
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, scale: float, window: int | None, softcap: float | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: PackedLayout,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """Attention over all packed tokens: q [K, H, D], k and v [K, KV, D] -> [K, H, D]."""
-    fits = v.shape[-1] == q.shape[-1] and not layout.attends_both_ways(window)
+    fits = v.shape[-1] == q.shape[-1] and sinks is None and not layout.attends_both_ways(window)
     for own_queries in (True, False) if layout.shares else (False,):
         sizes = varlen.Setting(q.device, q.dtype, q.shape[1], k.shape[1], q.shape[-1], window, softcap, own_queries)
         attend = varlen.find(layout.attention, sizes) if fits else None
@@ -291,11 +339,16 @@ def _attend(
             )
             out: Tensor = attend(q, k, v, spans._replace(scale=scale, window=window, softcap=softcap))
             return out if queries is None else _Unpad.apply(out, queries)
-    return by_blocks((q, k, v), layout, scale, window, softcap)
+    return by_blocks((q, k, v), layout, scale, window, softcap, sinks)
 
 
 def by_blocks(
-    qkv: Sequence[Tensor], layout: PackedLayout, scale: float, window: int | None, softcap: float | None
+    qkv: Sequence[Tensor],
+    layout: PackedLayout,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """[K, H, D]: attention in padded blocks; q [K, H, D], k and v [K, KV, D]."""
     both_ways = layout.attends_both_ways(window)
@@ -309,11 +362,12 @@ def by_blocks(
     for block, numbers, *tensors in zip(padded.blocks, images, *parts, strict=True):
         qb, kb, vb = (x.unflatten(0, (block.rows, -1)).transpose(1, 2) for x in tensors)
         if numbers is not None:
-            out = masked_attention(qb, kb, vb, visible_keys(numbers, window), scale, softcap)
+            out = masked_attention(qb, kb, vb, visible_keys(numbers, window), scale, softcap, sinks)
         elif block.first is not None:
-            out = suffix_attention(qb, kb, vb, block.first, scale=scale, window=window, softcap=softcap)
+            first = block.first
+            out = suffix_attention(qb, kb, vb, first, scale=scale, window=window, softcap=softcap, sinks=sinks)
         else:
-            out = causal_attention(qb, kb, vb, scale=scale, window=window, softcap=softcap)
+            out = causal_attention(qb, kb, vb, scale=scale, window=window, softcap=softcap, sinks=sinks)
         outputs.append(out.transpose(1, 2).flatten(0, 1))
     unpadded: Tensor = _Unpad.apply(outputs[0] if len(outputs) == 1 else torch.cat(outputs), padded.queries)
     return unpadded
@@ -334,3 +388,4 @@ def visible_keys(images: Tensor, window: int | None) -> Tensor:
 
 
 AttentionInterface.register(PACKED_ATTENTION, packed_attention)
+AttentionMaskInterface.register(PACKED_ATTENTION, reach_of_mask)
