@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, TypeVar
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from hpcrl.config.part_names import own_section
 from hpcrl.spec.fields import NUMBER, Natural, NonNegative, Positive, PositiveFloat, Section, Share
+from hpcrl.spec.freeze import freezable
 from hpcrl.spec.tables import GEN_ENGINES, TRAIN_ENGINES
 
 S = TypeVar("S", bound=Section)
@@ -75,9 +76,11 @@ class TrainerConfig(Section):
     tokens from the weights being trained (mismatch/diff/mean); a step above it ends the run unsaved; null: no bound."""
     logits_chunk_tokens: Positive = 4096
     """Tokens per chunk of the vocabulary projection."""
-    freeze: list[Literal["vision", "merger"]] = []
-    """Parts of a vision-language model that are not trained: vision, the tower without the merger; merger, the layers
-    between the tower and the decoder (also called projector or connector)."""
+    freeze: list[Annotated[str, AfterValidator(freezable)]] = []
+    """Parameters that are not trained, as parts or as patterns of transformers' parameter names in which * stands for
+    any characters (model.layers.[0-3].*). Parts: embeddings, with a tied vocabulary projection; router, of a mixture of
+    experts; vision, the tower of a vision-language model without the merger; merger, the layers between the tower and
+    the decoder (also called projector or connector)."""
     lora: LoRAConfig = LoRAConfig()
     """Low-rank adapters."""
 
