@@ -695,6 +695,10 @@ def test_the_default_limit_of_groups_equals_the_schedulers() -> None:
         (["model.path=m", "model.tiny.seed=1"], "model.tiny.seed: not read here, model.path is given"),
         (["eval.temperature=1"], "eval.temperature: not read here, data.val is null"),
         (["trainer.min_lr=1e-9"], "trainer.min_lr: not read here, the learning rate is constant"),
+        (
+            ["trainer.lr_schedule=linear", "trainer.lr_decay_steps=2"],
+            "trainer.lr_decay_steps: not read here, the learning rate is linear",
+        ),
         (["load_rollouts=runs/demo"], "load_rollouts: not read here, debug is none"),
         (["debug=fake", "load_rollouts=runs/demo"], "load_rollouts: not read here, debug is fake"),
         (["fake.decode_s=1"], "fake.decode_s: not read here, debug is none"),

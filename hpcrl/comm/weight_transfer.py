@@ -24,7 +24,7 @@ from torch import Tensor
 
 from hpcrl.comm.batched_p2p import Begun, Transfer, begin, make_communicator
 from hpcrl.comm.weight_plan import BUCKET_BYTES, Piece, arriving_dtype, padded, plan_pieces
-from hpcrl.spec.weight_layout import RequiredSlices, TensorShards, TensorSlice, full_slice
+from hpcrl.spec.weight_layout import RequiredSlices, TensorShards, TensorSlice, full_slice, keepable
 
 FIRST_STEP_TIMEOUT_FRACTION = 0.8
 """Fraction of the send timeout allowed in the first step; it rises to 1 in the last. Receivers process steps in order.
@@ -59,9 +59,9 @@ class UpdateGroup:
 
 
 def unfrozen(layout: Sequence[TensorShards], needs: Sequence[RequiredSlices]) -> list[RequiredSlices]:
-    """The required slices without slices of frozen tensors."""
-    pairs = zip(layout, needs, strict=True)
-    return [RequiredSlices(need.dtype, ()) if held.frozen else need for held, need in pairs]
+    """The required slices without slices of tensors that generators keep."""
+    pairs, kept = zip(layout, needs, strict=True), keepable(layout)
+    return [RequiredSlices(need.dtype, ()) if held.name in kept else need for held, need in pairs]
 
 
 def connect(group: Any, ranks: Sequence[int], rank: int, senders: Collection[int], receivers: Collection[int]) -> None:

@@ -10,6 +10,7 @@ from hpcrl.config.judging import JUDGE_ENGINE
 from hpcrl.config.schema import Config
 from hpcrl.models.families import SEEING
 from hpcrl.spec.extras import install, version_of
+from hpcrl.spec.freeze import TOWER_PARTS
 from hpcrl.spec.kinds import Spec
 from hpcrl.spec.problems import Path, Problem, dotted
 from hpcrl.spec.table import SpecTable
@@ -134,7 +135,7 @@ def _lora(config: Config) -> Iterator[Problem]:
 
 
 def _freeze(config: Config) -> Iterator[Problem]:
-    """Report frozen parts beside adapters, or of an engine that trains whole models."""
+    """Report frozen parameters beside adapters, or of an engine that trains whole models."""
     if not (config.learns and config.trainer.freeze) or config.debug == "fake":
         return
     path, name = ("trainer", "freeze"), config.trainer.engine
@@ -278,8 +279,8 @@ def check_trainable(config: Config, model: Mapping[str, Any], path: Path) -> Ite
 
 
 def check_parts(config: Config, model: Mapping[str, Any]) -> Iterator[Problem]:
-    """Check that the model of this config.json has the parts of trainer.freeze."""
-    parts, family = config.trainer.freeze, model.get("model_type")
+    """Check that the model of this config.json has a tower if trainer.freeze names its parts."""
+    parts, family = [entry for entry in config.trainer.freeze if entry in TOWER_PARTS], model.get("model_type")
     if config.learns and parts and family not in SEEING and not model.get("vision_config"):
         text = f"{family} has no {' and no '.join(dict.fromkeys(parts))}; leave it out"
         yield Problem(("trainer", "freeze"), f"trainer.freeze: {text}", (("model",),))

@@ -17,9 +17,11 @@ from hpcrl.config.abilities import (
 )
 from hpcrl.config.cluster import SET_FOR_SBATCH, SET_FOR_SRUN
 from hpcrl.config.domains import EnvConfig, RewardConfig
+from hpcrl.config.engines import TrainerConfig
 from hpcrl.config.judging import JUDGE_ENGINE, as_judges, check_judge, check_reward_model
 from hpcrl.config.off_policy import check_off_policy
 from hpcrl.config.rollout import MAX_MEMBERS, RolloutConfig
+from hpcrl.config.scalar_heads import CriticConfig
 from hpcrl.config.schema import Config
 from hpcrl.spec.kinds import Spec
 from hpcrl.spec.problems import PLACEHOLDER, Path, Problem, dotted
@@ -350,12 +352,26 @@ def _optimizer(config: Config) -> Iterator[Problem]:
     if trainer.lr_schedule != "constant" and trainer.min_lr > trainer.lr:
         text = f"trainer.min_lr: {trainer.min_lr:g} is above trainer.lr, which is {trainer.lr:g}"
         yield Problem(("trainer", "min_lr"), text, (("trainer", "lr"),))
+    per_step = getattr(config.algorithm, "optimizer_steps", 1) if config.learns_from_rewards else 1
+    yield from _decay("trainer", trainer, (config.max_steps - config.policy_waits) * per_step)
+    if config.uses_critic:
+        yield from _decay("critic", config.critic, config.max_steps * per_step)
     for index, beta in enumerate(trainer.betas):
         if beta == 1:
             yield Problem(("trainer", "betas", index), f"trainer.betas.{index}: must be below 1, got 1")
     if config.model.dtype == "bfloat16" and trainer.param_dtype == "float32":
         text = "trainer.param_dtype: float32 has no advantage with bfloat16 weights (model.dtype); set bfloat16"
         yield Problem(("trainer", "param_dtype"), text, (("model", "dtype"),))
+
+
+def _decay(name: str, section: TrainerConfig | CriticConfig, steps: int) -> Iterator[Problem]:
+    """Report a decay of the learning rate that does not fit between warm-up and the last of these optimizer steps."""
+    decay, warmup = section.lr_decay_steps, section.lr_warmup_steps
+    if section.lr_schedule == "wsd" and decay is not None and warmup + decay > steps:
+        text = f"{decay} and lr_warmup_steps={warmup} are more than the {steps} optimizer steps of the run; use fewer"
+        yield Problem(
+            (name, "lr_decay_steps"), f"{name}.lr_decay_steps: {text}", ((name, "lr_warmup_steps"), ("max_steps",))
+        )
 
 
 def _model(config: Config) -> Iterator[Problem]:

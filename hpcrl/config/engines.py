@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, TypeVar
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from hpcrl.config.part_names import own_section
 from hpcrl.spec.fields import NUMBER, Natural, NonNegative, Positive, PositiveFloat, Section, Share
+from hpcrl.spec.freeze import freezable
 from hpcrl.spec.tables import GEN_ENGINES, TRAIN_ENGINES
 
 S = TypeVar("S", bound=Section)
@@ -47,8 +48,11 @@ class TrainerConfig(Section):
     """Final learning rate of a schedule."""
     lr_warmup_steps: Natural = 0
     """Optimizer steps of linear learning-rate warm-up."""
-    lr_schedule: Literal["constant", "cosine", "linear"] = "constant"
-    """Learning-rate schedule after the warm-up."""
+    lr_schedule: Literal["constant", "cosine", "linear", "wsd"] = "constant"
+    """Learning-rate schedule after the warm-up; wsd: constant, and linear to min_lr in the last lr_decay_steps
+    (warm-up, stable, decay; arXiv 2404.06395)."""
+    lr_decay_steps: Positive | None = None
+    """Optimizer steps of the decay of lr_schedule=wsd; null: a tenth of all steps."""
     weight_decay: NonNegative = 0.0
     """Decoupled weight decay of matrices."""
     betas: tuple[Share, Share] = (0.9, 0.999)
@@ -72,9 +76,11 @@ class TrainerConfig(Section):
     tokens from the weights being trained (mismatch/diff/mean); a step above it ends the run unsaved; null: no bound."""
     logits_chunk_tokens: Positive = 4096
     """Tokens per chunk of the vocabulary projection."""
-    freeze: list[Literal["vision", "merger"]] = []
-    """Parts of a vision-language model that are not trained: vision, the tower without the merger; merger, the layers
-    between the tower and the decoder (also called projector or connector)."""
+    freeze: list[Annotated[str, AfterValidator(freezable)]] = []
+    """Parameters that are not trained, as parts or as patterns of transformers' parameter names in which * stands for
+    any characters (model.layers.[0-3].*). Parts: embeddings, with a tied vocabulary projection; router, of a mixture of
+    experts; vision, the tower of a vision-language model without the merger; merger, the layers between the tower and
+    the decoder (also called projector or connector)."""
     lora: LoRAConfig = LoRAConfig()
     """Low-rank adapters."""
 

@@ -33,8 +33,11 @@ class CriticConfig(Section):
     """Final learning rate of a schedule."""
     lr_warmup_steps: Natural = 0
     """Optimizer steps of linear learning-rate warm-up."""
-    lr_schedule: Literal["constant", "cosine", "linear"] = "constant"
-    """Learning-rate schedule after the warm-up."""
+    lr_schedule: Literal["constant", "cosine", "linear", "wsd"] = "constant"
+    """Learning-rate schedule after the warm-up; wsd: constant, and linear to min_lr in the last lr_decay_steps
+    (warm-up, stable, decay; arXiv 2404.06395)."""
+    lr_decay_steps: Positive | None = None
+    """Optimizer steps of the decay of lr_schedule=wsd; null: a tenth of all steps."""
     weight_decay: NonNegative = 0.0
     """AdamW's decoupled weight decay."""
     max_grad_norm: Annotated[float, Field(gt=0, allow_inf_nan=True), NUMBER] = 1.0

@@ -255,7 +255,7 @@ class Config(Section):
     def of_critic(self) -> Config:
         """The configuration for the critic's engine and its plan: with the critic's model, engine and optimizer instead
         of the policy's."""
-        critic, own = self.critic, ("lr", "min_lr", "lr_schedule", "weight_decay", "max_grad_norm")
+        critic, own = self.critic, ("lr", "min_lr", "lr_schedule", "lr_decay_steps", "weight_decay", "max_grad_norm")
         changes: dict[str, Any] = {name: getattr(critic, name) for name in own}
         changes |= {"engine": critic.engine or self.trainer.engine, "lr_warmup_steps": critic.lr_warmup_steps}
         changes |= {"lora": LoRAConfig(), "router_replay": False, "head_dtype": None, "freeze": []}

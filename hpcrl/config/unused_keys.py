@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
+from hpcrl.config.engines import TrainerConfig
 from hpcrl.config.rollout import DomainRolloutConfig
+from hpcrl.config.scalar_heads import CriticConfig
 from hpcrl.config.schema import Config
 from hpcrl.models.families import has_experts
 from hpcrl.spec.kinds import Spec
@@ -124,8 +126,17 @@ def _unread_models(config: Config) -> Iterator[tuple[Path, Path, str]]:
         yield ("reference",), (cause,), f"{name} {lacks}"
     if not config.uses_critic:
         yield ("critic",), (cause,), f"{name} has no critic"
-    elif config.critic.lr_schedule == "constant":
-        yield ("critic", "min_lr"), ("critic", "lr_schedule"), "the learning rate is constant"
+    else:
+        yield from _unread_of_schedule(config.critic, "critic")
+
+
+def _unread_of_schedule(section: TrainerConfig | CriticConfig, name: str) -> Iterator[tuple[Path, Path, str]]:
+    """Keys that the section's learning-rate schedule does not read."""
+    cause = (name, "lr_schedule")
+    if section.lr_schedule == "constant":
+        yield (name, "min_lr"), cause, "the learning rate is constant"
+    if section.lr_schedule != "wsd":
+        yield (name, "lr_decay_steps"), cause, f"the learning rate is {section.lr_schedule}"
 
 
 def _unread_services(config: Config) -> Iterator[tuple[Path, Path, str]]:
@@ -134,8 +145,7 @@ def _unread_services(config: Config) -> Iterator[tuple[Path, Path, str]]:
         if not config.asks(role):
             yield (role,), ("reward",), f"no reward uses it ({how})"
             yield ("layout", role), ("reward",), f"no reward uses it ({how})"
-    if config.trainer.lr_schedule == "constant":
-        yield ("trainer", "min_lr"), ("trainer", "lr_schedule"), "the learning rate is constant"
+    yield from _unread_of_schedule(config.trainer, "trainer")
     for name, tracker in TRACKERS.items():
         if name not in config.trackers and tracker.section is not None:
             yield ("tracking", name), ("trackers",), f"the trackers are {', '.join(config.trackers) or 'none'}"

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 
 from hpcrl.config import Config, LoRAConfig, Problem
 from hpcrl.models.shape import ModelShape, Parameter
 from hpcrl.models.tower import PREFIX, part_of
+from hpcrl.spec import freeze
 from hpcrl.spec.lora import A, B, matches, unknown
+
+HEAD = "lm_head.weight"
+ROUTER = re.compile(r"\.(gate|router)\.[^.]+$")
+"""In the name of a router's parameter, in a layer with experts."""
 
 
 def _linear(lora: LoRAConfig, shape: ModelShape) -> list[Parameter]:
@@ -44,10 +50,36 @@ def frozen(config: Config, shape: ModelShape) -> ModelShape:
     """The shape with only the parameters that are not trained: all but the adapters, or those of trainer.freeze."""
     if config.lora is not None:
         return shape
-    parts = config.trainer.freeze
-    return replace(
-        shape, parameters=tuple(p for p in shape.parameters if p.name.startswith(PREFIX) and part_of(p.name) in parts)
-    )
+    if not config.trainer.freeze:
+        return replace(shape, parameters=())
+    try:
+        names = freeze.frozen(config.trainer.freeze, _parts(shape), shape.family)
+    except ValueError:  # reported by check_frozen
+        return replace(shape, parameters=())
+    return replace(shape, parameters=tuple(p for p in shape.parameters if p.name in names))
+
+
+def _parts(shape: ModelShape) -> dict[str, str]:
+    """Maps each parameter's name to its part (hpcrl.spec.freeze), `decoder` if it has none."""
+
+    def part(parameter: Parameter) -> str:
+        if parameter.name.startswith(PREFIX):
+            return part_of(parameter.name)
+        if parameter.layer is None:
+            return "embeddings" if parameter.split == "vocabulary" and parameter.name != HEAD else "decoder"
+        return "router" if parameter.layer in shape.expert_layers and ROUTER.search(parameter.name) else "decoder"
+
+    return {parameter.name: part(parameter) for parameter in shape.parameters}
+
+
+def check_frozen(config: Config, shape: ModelShape) -> Iterator[Problem]:
+    """Report an entry of trainer.freeze that selects no parameter, and entries that select all."""
+    if not (config.learns and config.trainer.freeze) or config.lora is not None:
+        return
+    try:
+        freeze.frozen(config.trainer.freeze, _parts(shape), shape.family)
+    except ValueError as error:
+        yield Problem(("trainer", "freeze"), str(error), (("model",),))
 
 
 def saved(config: Config, shape: ModelShape) -> ModelShape:

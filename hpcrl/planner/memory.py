@@ -12,7 +12,7 @@ from hpcrl.cluster.layout import RoleLayout
 from hpcrl.config import Config, Problem, RoleName
 from hpcrl.models.families import read_shape
 from hpcrl.models.shape import CannotPlanError, ModelShape
-from hpcrl.planner.adapters import check_targets
+from hpcrl.planner.adapters import check_frozen, check_targets
 from hpcrl.planner.generator import (
     check_engine_sizes,
     check_replicas_split,
@@ -129,7 +129,7 @@ def check_sizes(config: Config, layout: RoleLayout, shape: ModelShape) -> list[P
     if config.trainer.router_replay and not shape.expert_layers:
         text = f"{shape.family} has no experts; set it to false"
         problems.append(Problem(("trainer", "router_replay"), f"trainer.router_replay: {text}", (("model",),)))
-    problems += check_targets(config, shape)
+    problems += [*check_targets(config, shape), *check_frozen(config, shape)]
     with contextlib.suppress(CannotPlanError):
         problems += train_plan(config).check(config, layout, shape)
         if config.uses_reference and config.reference.path is not None:

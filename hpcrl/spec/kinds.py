@@ -174,7 +174,7 @@ class TrainEngineSpec(Spec):
     media: frozenset[str] = frozenset()
     """Kinds of media (hpcrl.spec.media) that rows may have."""
     freezes: bool = False
-    """Whether it can leave parts of a vision-language model untrained (trainer.freeze)."""
+    """Whether it can leave parameters untrained (trainer.freeze)."""
     lora: bool = False
     """Whether it can train adapters of frozen weights (hpcrl.engines.train.training_engine.TrainsAdapters)."""
     make_critic: str = ""

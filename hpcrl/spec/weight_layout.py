@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -59,6 +60,20 @@ class RequiredSlices(msgspec.Struct, frozen=True, array_like=True):
 
     dtype: str
     slices: tuple[TensorSlice, ...]
+
+
+_BLOCK = re.compile(r".*?\.\d+\.[^.]+(?=\.[^.]+\.)")
+"""In a weight's name, a layer's attention, MLP or the like."""
+
+
+def keepable(layout: Sequence[TensorShards]) -> frozenset[str]:
+    """Names of the frozen tensors that generators may keep in an update. Generators may join matrices of a layer's
+    attention, or of its MLP, so none of these is kept unless all are frozen."""
+    blocks: dict[str, list[TensorShards]] = {}
+    for held in layout:
+        match = _BLOCK.match(held.name)
+        blocks.setdefault(match[0] if match else held.name.rpartition(".")[0], []).append(held)
+    return frozenset(held.name for block in blocks.values() for held in block if all(each.frozen for each in block))
 
 
 def full_slice(shape: Sequence[int]) -> TensorSlice:

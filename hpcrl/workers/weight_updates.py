@@ -31,7 +31,7 @@ from hpcrl.models.shape import ModelShape
 from hpcrl.planner.generator import shares_weights
 from hpcrl.planner.memory import shares_device
 from hpcrl.spec.tables import GEN_ENGINES
-from hpcrl.spec.weight_layout import RequiredSlices, TensorShards
+from hpcrl.spec.weight_layout import RequiredSlices, TensorShards, keepable
 from hpcrl.workers.generator import GeneratorRole
 from hpcrl.workers.role import Rank, without
 from hpcrl.workers.trainer import TrainerRole
@@ -221,4 +221,4 @@ class WeightUpdate:
 
 def _frozen(layout: Sequence[TensorShards], in_part: bool) -> frozenset[str]:
     """The names of the tensors that an update leaves out."""
-    return frozenset(held.name for held in layout if held.frozen and in_part)
+    return keepable(layout) if in_part else frozenset()

@@ -1,22 +1,30 @@
-"""Frozen parts of vision-language models (trainer.freeze)."""
+"""Frozen parameters (trainer.freeze): parts of vision-language models, layers, embeddings and routers."""
 
 from __future__ import annotations
 
+import json
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
 
-from hpcrl.config import parse
+from hpcrl.config import TrainerConfig, parse
 from hpcrl.config.abilities import check_parts
 from hpcrl.config.reading import ConfigError
 from hpcrl.engines.train.fsdp2 import engine as fsdp2
 from hpcrl.engines.train.fsdp2.engine import FSDP2Engine
+from hpcrl.engines.train.fsdp2.spec import FSDP2Config
+from hpcrl.models.families import read_shape
+from hpcrl.planner.adapters import check_frozen, frozen
+from hpcrl.spec.weight_layout import TensorShards, keepable
 from tests.checkpoint.writing import write_files
 from tests.engines.test_images_on_ranks import STEPS, WEIGHTED, batch_for, engine_of, part_of, stepped, zero_of
-from tests.engines.worlds import make_model_folder, norms_of, run_ranks
+from tests.engines.worlds import Weighted, make_batch, make_model_folder, norms_of, run_ranks
 from tests.vlm import make_vlm
 
 pytestmark = pytest.mark.numerics
@@ -108,7 +116,7 @@ VISION = {"model": {"tiny": {"architecture": "qwen2_5_vl"}}}
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
-        ({"trainer": {"freeze": ["tower"]}, **VISION}, "expected 'vision' or 'merger', got 'tower'"),
+        ({"trainer": {"freeze": ["tower"]}, **VISION}, "expected vision, merger, embeddings, router or a pattern of "),
         ({"trainer": {"freeze": ["vision"]}}, "trainer.freeze: qwen2 has no vision; leave it out"),
         (
             {"trainer": {"freeze": ["vision"], "lora": {"rank": 4}}, **VISION},
@@ -136,3 +144,133 @@ def test_an_engine_refuses_a_part_that_its_model_lacks(tmp_path: Path, world_of_
     text = make_model_folder("qwen2", tmp_path / "text")
     with pytest.raises(ValueError, match=r"trainer\.freeze: qwen2 has no part merger; leave it out"):
         frozen_engine(text, "merger")
+
+
+LENGTHS = (9, 21, 4, 14, 6)
+TEXT = {
+    "layers": ("qwen3_moe", ["model.layers.0.*"]),
+    "embeddings": ("qwen2", ["embeddings"]),
+    "untied": ("qwen3", ["embeddings", "lm_head.weight"]),
+    "router": ("qwen3_moe", ["router"]),
+    "queries": ("llama", ["*.self_attn.q_proj.*", "model.layers.1.*norm.weight"]),
+    "biased router": ("deepseek_v3", ["router", "*.shared_experts.*"]),
+}
+CHANGES = {"untied": {"tie_word_embeddings": False}}
+
+
+WORDS = {
+    "embeddings": "embed_tokens",
+    "router": r"mlp\.gate\.",
+    "model.layers.1.*norm.weight": r"layers\.1\..*norm\.weight",
+}
+"""Regular expressions of the same meaning."""
+
+
+def by_hand(name: str, entries: Sequence[str]) -> bool:
+    return any(re.search(WORDS.get(entry, entry.replace("*", "")), name) for entry in entries)
+
+
+def text_engine(folder: Path, entries: Sequence[str], **keys: Any) -> FSDP2Engine:
+    config = TrainerConfig(**STEPS, freeze=list(entries), logits_chunk_tokens=8)
+    return FSDP2Engine(config, folder, own=FSDP2Config(**keys), dtype=torch.float32, total_steps=10)
+
+
+def zero_engine(folder: Path, entries: Sequence[str], stage: int) -> Any:
+    from hpcrl.engines.train.deepspeed.engine import ZeroEngine
+    from hpcrl.engines.train.deepspeed.spec import DeepSpeedConfig
+
+    config = TrainerConfig(**STEPS, freeze=list(entries), logits_chunk_tokens=8)
+    return ZeroEngine(config, folder, zero=DeepSpeedConfig(zero_stage=stage), dtype=torch.float32, total_steps=10)
+
+
+@pytest.mark.parametrize("case", TEXT)
+def test_frozen_layers_embeddings_and_routers_do_not_change(case: str, tmp_path: Path, world_of_one: None) -> None:
+    """Frozen parameters have no gradients and no moments; the gradients of all others are as without frozen ones."""
+    family, entries = TEXT[case]
+    folder, whole = make_model_folder(family, tmp_path / "model", **CHANGES.get(case, {})), make_batch(LENGTHS)
+    engine, full = text_engine(folder, entries), text_engine(folder, [])
+    names = [name for name, _ in engine.model.hf.named_parameters()]
+    still = {name for name in names if by_hand(name, entries)}
+    assert 0 < len(still) < len(names)
+    assert {held.name for held in engine.weight_layout() if held.frozen} == still
+    shape = read_shape(json.loads((folder / "config.json").read_text()))
+    config = parse({"trainer": {"freeze": entries}})
+    assert {p.name for p in frozen(config, shape).parameters if not p.name.endswith("correction_bias")} == still
+    assert not list(check_frozen(config, shape))
+    gradients = []
+    for each in (engine, full):
+        each.accumulate(*part_of(each, whole), Weighted(), norms_of(whole))
+        gradients.append({name: p.grad for name, p in each.model.hf.named_parameters() if p.grad is not None})
+        each.discard_gradients()
+    mine, theirs = gradients
+    assert mine.keys() == theirs.keys() - still
+    assert all(torch.allclose(mine[name], theirs[name], rtol=1e-4, atol=1e-6) for name in mine)
+    before = {name: tensor.clone() for name, tensor in engine.named_weights()}
+    after = stepped(engine, whole)
+    assert {name for name in names if not torch.equal(after[name], before[name])} == set(names) - still
+    assert engine.optimizer is not None and len(engine.optimizer.state) == len(names) - len(still)
+    engine.export_hf(tmp_path / "out")
+    assert {n: t.shape for n, t in text_engine(tmp_path / "out", entries).named_weights()} == {
+        n: t.shape for n, t in after.items()
+    }
+
+
+def _frozen_on_ranks(folders: dict[str, Path], by_layer: bool) -> dict[str, dict[str, Tensor]]:
+    if by_layer:
+        fsdp2.SMALL_MODEL_BYTES = 0
+    found, whole = {}, make_batch(LENGTHS)
+    for case, folder in folders.items():
+        entries = TEXT[case][1]
+        found[f"fsdp2 {case}"] = stepped(text_engine(folder, entries, activation_checkpointing=by_layer), whole)
+        for stage in (3,) if by_layer else (1, 2):
+            found[f"{stage} {case}"] = stepped(zero_engine(folder, entries, stage), whole)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("by_layer", [False, True])
+def test_two_ranks_with_frozen_layers_take_the_steps_of_one(by_layer: bool, tmp_path: Path, world_of_one: None) -> None:
+    cases = ("layers", "embeddings", "queries")
+    folders = {case: make_model_folder(TEXT[case][0], tmp_path / case) for case in cases}
+    whole, want = make_batch(LENGTHS), {}
+    for case in cases:
+        engine = text_engine(folders[case], TEXT[case][1])
+        want[case] = stepped(engine, whole)
+    for results in run_ranks(2, _frozen_on_ranks, folders, by_layer):
+        for name, after in results.items():
+            wanted = want[name.partition(" ")[2]]
+            assert max(float((after[key] - wanted[key]).abs().max()) for key in wanted) < 2e-6, name
+
+
+@pytest.mark.parametrize(
+    ("freeze", "expected"),
+    [
+        (["model.layer.*"], "trainer.freeze: qwen2 has no parameter named model.layer.*; its last one is "),
+        (["router"], "trainer.freeze: qwen2 has no part router; leave it out"),
+        (["model.layers.*", "embeddings", "*norm*"], "is all of qwen2; leave something to train"),
+        (["lm_head.*"], "trainer.freeze: qwen2 has no parameter named lm_head.*"),
+    ],
+)
+def test_entries_that_select_nothing_or_all_are_refused(
+    freeze: list[str], expected: str, tmp_path: Path, world_of_one: None
+) -> None:
+    """By the plan before the start, and by the engine before it reads weights."""
+    folder = make_model_folder("qwen2", tmp_path / "model")
+    shape = read_shape(json.loads((folder / "config.json").read_text()))
+    [problem] = check_frozen(parse({"trainer": {"freeze": freeze}}), shape)
+    assert expected in problem.text
+    (folder / "model.safetensors").write_bytes(b"")
+    with pytest.raises(ValueError, match=re.escape(expected)):
+        text_engine(folder, freeze)
+
+
+def test_generators_keep_only_matrices_that_they_cannot_join_with_trained_ones() -> None:
+    at = "model.layers.{}.{}"
+    frozen_names = ["model.embed_tokens.weight", *(at.format(0, name) for name in ("self_attn.q_proj.weight",))]
+    frozen_names += [at.format(1, name) for name in ("self_attn.q_proj.weight", "self_attn.k_proj.weight")]
+    others = [at.format(0, "self_attn.k_proj.weight"), at.format(0, "input_layernorm.weight"), "model.norm.weight"]
+    layout = [
+        msgspec.structs.replace(TensorShards.unsharded(name, "float32", (2,), [0]), frozen=name in frozen_names)
+        for name in (*frozen_names, *others)
+    ]
+    assert keepable(layout) == set(frozen_names) - {at.format(0, "self_attn.q_proj.weight")}

@@ -29,7 +29,6 @@ from hpcrl.engines.train.fsdp2.engine import FSDP2Engine
 from hpcrl.engines.train.fsdp2.prefix_tree import share_prefixes
 from hpcrl.engines.train.fsdp2.spec import FSDP2Config
 from hpcrl.engines.train.fsdp2.weights import full_tensor
-from hpcrl.engines.train.schedule import learning_rate
 from hpcrl.engines.train.training_engine import check_segments
 from hpcrl.rollout.batch import Batch
 from hpcrl.system.files import is_storage_error
@@ -368,15 +367,6 @@ def test_clipped_adamw_step_by_hand(folders: dict[str, Path], world_of_one: None
         decay = 0.5 if tensor.ndim == 2 else 0.0
         expected = before[name] * (1 - 0.1 * decay) - 0.1 * clipped / (clipped.abs() + 1.0)
         torch.testing.assert_close(tensor, expected, rtol=1e-6, atol=1e-7)
-
-
-def test_learning_rates_by_hand() -> None:
-    linear = TrainerConfig(lr=1.0, min_lr=0.1, lr_warmup_steps=2, lr_schedule="linear")
-    assert [round(learning_rate(linear, step, 6), 6) for step in range(8)] == [0.5, 1.0, 1.0, 0.7, 0.4, 0.1, 0.1, 0.1]
-    cosine = TrainerConfig(lr=1.0, lr_schedule="cosine")
-    assert [round(learning_rate(cosine, step, 5), 6) for step in range(5)] == [1.0, 0.853553, 0.5, 0.146447, 0.0]
-    assert learning_rate(TrainerConfig(lr=0.3), 99, 5) == 0.3
-    assert learning_rate(TrainerConfig(lr=1.0, lr_warmup_steps=4), 0, 5) == 0.25
 
 
 def test_weight_names_and_export_match_transformers(
