@@ -3,9 +3,11 @@
     python -m hpcrl.convert --checkpoint runs/NAME --output NAME-hf
     python -m hpcrl.convert --checkpoint megatron/iter_0000500 --model Qwen3-8B --output Qwen3-8B-500 --dtype bf16
     python -m hpcrl.convert --to megatron --checkpoint Qwen3-8B --output megatron/Qwen3-8B
+    python -m hpcrl.convert --checkpoint DeepSeek-V3 --output DeepSeek-V3-bf16
 
 Reads torch_dist of Megatron-LM and the checkpoints of hpcrl's trainers; needs no GPU and no Megatron. The checkpoint is
-a run folder (its newest checkpoint), a step_NNNNNN folder of it, or a folder of Megatron-LM. Numbers pass through
+a run folder (its newest checkpoint), a step_NNNNNN folder of it, or a folder of Megatron-LM; or a model with quantised
+weights (fp8, mxfp4), which becomes one with bfloat16 weights. Numbers pass through
 memory in blocks of rows. After a kill the same command continues with the missing files.
 """
 

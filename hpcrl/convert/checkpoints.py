@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ OTHER_FORMATS = {
     "*/.zarray": "Megatron's zarr format; save it as torch_dist (--ckpt-format torch_dist)",
     "zero_pp_rank_*": "a DeepSpeed checkpoint, which is not supported; use the model in the run's folder hf",
     "model_world_size_*_rank_*.pt": "a checkpoint of verl's FSDP trainer, which python -m verl.model_merger converts",
-    "*.safetensors": "a model in HF layout already; --to megatron converts it to Megatron's",
+    "*.safetensors": "a model in HF layout already, without quantised weights; --to megatron converts it to Megatron's",
 }
 
 
@@ -65,6 +65,8 @@ def find(
 
     if not path.is_dir():
         raise ValueError(f"--checkpoint {path} is not a folder")
+    if is_quantised(path):
+        return Found(path, model or path)
     folder, run = path, None
     if (path / CHECKPOINTS).is_dir() or (path / CONFIG).is_file():
         run = path
@@ -100,6 +102,23 @@ def read_config(model: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise ValueError(f"{path} is not a JSON object")
     return config
+
+
+def is_quantised(folder: Path) -> bool:
+    """Whether a folder is a model in HF layout with quantised weights."""
+    if (folder / METADATA).is_file() or next(folder.glob("*.safetensors"), None) is None:
+        return False
+    try:
+        return bool(quantisation(read_config(folder)))
+    except ValueError:  # reported by who reads the file
+        return False
+
+
+def quantisation(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The quantization_config of a config.json, which may be in its text_config; empty without one."""
+    text = config.get("text_config")
+    found = config.get("quantization_config") or (text.get("quantization_config") if isinstance(text, dict) else None)
+    return found if isinstance(found, dict) else {}
 
 
 def _iteration(path: Path) -> Path:

@@ -1,4 +1,4 @@
-"""The two conversions, as functions."""
+"""The conversions, as functions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any, TextIO
 
 import torch
 
-from hpcrl.convert.checkpoints import find, read_config
+from hpcrl.convert.checkpoints import find, is_quantised, read_config
+from hpcrl.convert.dequantize import QuantisedWeights, without_quantisation
 from hpcrl.convert.outputs import (
     hf_files,
     hf_small_files,
@@ -67,21 +68,22 @@ class Converted:
 
 
 def to_hf(checkpoint: Path, output: Path, options: ConvertOptions) -> Converted:
-    """Write a checkpoint as a model in HF layout to the new folder `output`. ValueError or OSError has a text of one
-    line."""
+    """Write a checkpoint, or a model with quantised weights, as a model in HF layout to the new folder `output`.
+    ValueError or OSError has a text of one line."""
 
     def tell(note: str) -> None:
         print(f"hpcrl.convert: {note}", file=options.stream or sys.stderr, flush=True)
 
     found = find(checkpoint, options.model, options.hashes, tell, options.report_progress)
     config = read_config(found.model)
-    source = opened(found.folder, config)
+    quantised = is_quantised(found.folder)
+    source: TensorSource = QuantisedWeights(found.folder, config) if quantised else opened(found.folder, config)
     try:
         dtypes = output_dtypes(source, options.dtype)
         if options.verify:
             source.check_sums(options.report_progress)
         files = hf_files(source, dtypes, options.most_bytes)
-        config |= _critic(config) if source.values else {}
+        config = (without_quantisation(config) if quantised else config) | (_critic(config) if source.values else {})
         small = hf_small_files(files, dtypes, config, found.model)
         return _write(found.folder, output, source, dtypes, files, small, options)
     finally:
@@ -92,6 +94,11 @@ def to_megatron(checkpoint: Path, output: Path, options: ConvertOptions) -> Conv
     """Write an HF model as Megatron's torch_dist to the new folder `output`. Errors as in to_hf()."""
     if not checkpoint.is_dir():
         raise ValueError(f"--checkpoint {checkpoint} is not a folder; --to megatron needs a model in HF layout")
+    if is_quantised(checkpoint):
+        raise ValueError(
+            f"--checkpoint {checkpoint} has quantised weights; first convert them to bfloat16: python -m hpcrl.convert "
+            f"--checkpoint {checkpoint} --output {checkpoint}-bf16"
+        )
     model = options.model or checkpoint
     config = read_config(model)
     vocabulary = config.get("vocab_size")

@@ -39,15 +39,17 @@ class TensorPlace(NamedTuple):
 
 
 class WeightFiles:
-    """The tensors of a model folder by name. ValueError if a file is missing or damaged, or has quantised tensors."""
+    """The tensors of a model folder by name. ValueError if a file is missing or damaged, or has other dtypes than
+    DTYPES and `others`, which maps further safetensors dtypes to torch's."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, others: Mapping[str, torch.dtype] | None = None):
         self.folder = folder
+        known = {**DTYPES, **(others or {})}
         self._files: dict[str, int] = {}
         self._lock = threading.Lock()
         self.tensors: dict[str, TensorPlace] = {}
         for name in _file_names(folder):
-            self.tensors |= _header(folder / name)
+            self.tensors |= _header(folder / name, known)
 
     def read(self, name: str, first: int, last: int) -> Tensor:
         """Rows of a tensor."""
@@ -105,18 +107,18 @@ def _file_names(folder: Path) -> list[str]:
     return names
 
 
-def _check_bytes(name: str, entry: Any) -> None:
+def _check_bytes(name: str, entry: Any, dtypes: Mapping[str, torch.dtype]) -> None:
     """ValueError if the size of a tensor's data does not match its dtype and shape."""
     first, last = entry["data_offsets"]
     sizes = [first, last, *entry["shape"]]
-    if not all(type(size) is int and size >= 0 for size in sizes) or not entry["shape"]:
+    if not all(type(size) is int and size >= 0 for size in sizes):
         raise ValueError(f"{name} has sizes {sizes}")
-    dtype = DTYPES.get(entry["dtype"])
+    dtype = dtypes.get(entry["dtype"])
     if dtype is not None and last - first != math.prod(entry["shape"]) * dtype.itemsize:
         raise ValueError(f"{name} has {last - first} bytes, which is not {entry['dtype']} {entry['shape']}")
 
 
-def _header(path: Path) -> dict[str, TensorPlace]:
+def _header(path: Path, dtypes: Mapping[str, torch.dtype]) -> dict[str, TensorPlace]:
     try:
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
@@ -128,17 +130,17 @@ def _header(path: Path) -> dict[str, TensorPlace]:
         end = 8 + length + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
         if end != size:
             raise ValueError(f"it has {size} bytes and should have {end}")
-        wrong = next((n for n, entry in entries.items() if entry["dtype"] not in DTYPES), None)
+        wrong = next((n for n, entry in entries.items() if entry["dtype"] not in dtypes), None)
         for name, entry in entries.items():
-            _check_bytes(name, entry)
+            _check_bytes(name, entry, dtypes)
     except (OSError, struct.error, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} is damaged: {error}") from error
     if wrong is not None:
         kind = entries[wrong]["dtype"]
-        raise ValueError(f"{path}: {wrong} is {kind}; only {', '.join(DTYPES)} can be converted (dequantise it first)")
+        raise ValueError(f"{path}: {wrong} is {kind}; only {', '.join(dtypes)} can be converted")
     return {
         name: TensorPlace(
-            path.name, 8 + length + entry["data_offsets"][0], tuple(entry["shape"]), DTYPES[entry["dtype"]]
+            path.name, 8 + length + entry["data_offsets"][0], tuple(entry["shape"]) or (1,), dtypes[entry["dtype"]]
         )
         for name, entry in entries.items()
     }

@@ -42,4 +42,4 @@ def untrainable(model: Mapping[str, Any]) -> Iterator[str]:
     elif why := family_of(family).untrainable:
         yield f"does not train model_type={family}: {why}"
     if model.get("quantization_config"):
-        yield "has no quantized weights (quantization_config); convert them to bfloat16"
+        yield "has no quantised weights (quantization_config); python -m hpcrl.convert makes bfloat16 of fp8 and mxfp4"

@@ -351,7 +351,7 @@ def test_an_error_in_a_models_own_code_is_one_line(error: Exception, tmp_path: P
     ("model", "why"),
     [
         ({"model_type": "llama4"}, "does not train model_type=llama4: its model returns no hidden states"),
-        ({"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}}, "has no quantized weights"),
+        ({"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}}, "has no quantised weights"),
     ],
 )
 @pytest.mark.parametrize("name", ["fsdp2", "deepspeed"])

@@ -78,7 +78,7 @@ def write(engine: MegatronEngine, folder: Path) -> Path:
         ("gemma2", {}, "the megatron trainer trains qwen2, .*, deepseek_v3, not gemma2; use trainer.engine=fsdp2"),
         ("deepseek_v3", {"rope_interleave": False}, "has no rope_interleave=false"),
         ("deepseek_v3", {"num_experts_per_tok": 2}, "must be 2, the model has 2 / 2"),
-        ("qwen2", {"quantization_config": {"quant_method": "fp8"}}, "has no quantized weights"),
+        ("qwen2", {"quantization_config": {"quant_method": "fp8"}}, "has no quantised weights"),
         ("llama", {"attention_bias": True}, "has no attention_bias=true"),
         ("llama", {"rope_parameters": ROPE}, "has no rope_type=dynamic, only default, linear, llama3"),
         (

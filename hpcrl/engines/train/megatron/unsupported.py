@@ -20,7 +20,7 @@ def lacking(own: object, model: Mapping[str, Any]) -> Iterator[str]:
         yield f"trains {', '.join(MEGATRON)}, not {model.get('model_type')}"
         return
     if model.get("quantization_config"):
-        yield "has no quantized weights (quantization_config); convert them to bfloat16"
+        yield "has no quantised weights (quantization_config); python -m hpcrl.convert makes bfloat16 of fp8 and mxfp4"
     yield from (f"has no {key}=true" for key in family.biases if model.get(key))
     if (activation := model.get("hidden_act") or "silu") not in SILU:
         yield f"has no hidden_act={activation}, only silu"
