@@ -1,4 +1,4 @@
-"""Convert a checkpoint to a model in HF layout, or an HF model to a checkpoint of Megatron-Core.
+"""Convert a checkpoint to HF layout, an HF model to a checkpoint of Megatron-Core, or quantised weights to bfloat16.
 
     python -m hpcrl.convert --checkpoint runs/NAME --output NAME-hf
     python -m hpcrl.convert --checkpoint megatron/iter_0000500 --model Qwen3-8B --output Qwen3-8B-500 --dtype bf16
@@ -7,8 +7,8 @@
 
 Reads torch_dist of Megatron-LM and the checkpoints of hpcrl's trainers; needs no GPU and no Megatron. The checkpoint is
 a run folder (its newest checkpoint), a step_NNNNNN folder of it, or a folder of Megatron-LM; or a model with quantised
-weights (fp8, mxfp4), which becomes one with bfloat16 weights. Numbers pass through
-memory in blocks of rows. After a kill the same command continues with the missing files.
+weights (fp8, mxfp4), of which bfloat16 is made. Numbers pass through memory in blocks of rows. After a kill the same
+command continues with the missing files.
 """
 
 from __future__ import annotations
