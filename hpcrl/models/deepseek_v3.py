@@ -1,16 +1,19 @@
-"""DeepSeek-V3 (arXiv 2412.19437): latent attention, shared and routed experts, multi-token prediction layers."""
+"""DeepSeek-V3 (arXiv 2412.19437) and models of its architecture, such as Moonlight and Kimi K2: latent attention, shared
+and routed experts, multi-token prediction layers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 from hpcrl.models.family import Family, MegatronModel
-from hpcrl.models.grouped import decoder_parameters, gated_mlp, norms, routed_experts
-from hpcrl.models.megatron_entries import Entry, LayerSpec, copied, dense, experts
+from hpcrl.models.grouped import corrected_experts, decoder_parameters, first_dense, gated_mlp, norms
+from hpcrl.models.megatron_entries import Entry, LayerSpec, copied, dense, routed
 from hpcrl.models.rope import rope_type, ropes
-from hpcrl.models.shape import Decoder, Latent, ModelShape, ParameterEntry, size, wrong_size
+from hpcrl.models.router import sigmoid_router
+from hpcrl.models.shape import Decoder, Latent, ModelShape, ParameterEntry, size
 
 DEFAULTS = {
     "kv_lora_rank": 512,
@@ -22,12 +25,26 @@ DEFAULTS = {
     "moe_intermediate_size": 2048,
     "n_shared_experts": 1,
 }
+FIRST_DENSE = 3
+CORRECTION = "mlp.gate.e_score_correction_bias"
 
 
-def read_shape(family: str, decoder: Decoder, config: Mapping[str, Any]) -> ModelShape:
-    """The shape of transformers' model, which has no multi-token prediction layers. The router's bias per expert counts
-    as a parameter, because checkpoints contain it and generators need it."""
-    sizes = {key: size(config, key, default) for key, default in DEFAULTS.items()}
+def latent_shape(
+    family: str,
+    decoder: Decoder,
+    config: Mapping[str, Any],
+    defaults: Mapping[str, int],
+    first: int,
+    mixture: Callable[[ModelShape], Iterator[ParameterEntry]],
+) -> ModelShape:
+    """The shape of a decoder with latent attention.
+
+    Args:
+        defaults: transformers' defaults for sizes.
+        first: The default of first_k_dense_replace.
+        mixture: The parameters of a layer's experts.
+    """
+    sizes = {key: size(config, key, default) for key, default in defaults.items()}
     narrow = config.get("q_lora_rank", 1536)
     latent = Latent(
         None if narrow is None else size(config, "q_lora_rank", 1536),
@@ -36,9 +53,7 @@ def read_shape(family: str, decoder: Decoder, config: Mapping[str, Any]) -> Mode
         sizes["qk_rope_head_dim"],
         sizes["v_head_dim"],
     )
-    layers, heads, dense = size(config, "num_hidden_layers"), size(config, "num_attention_heads"), 3
-    if (given := config.get("first_k_dense_replace")) is not None:
-        dense = given if isinstance(given, int) and given >= 0 else size(config, "first_k_dense_replace")
+    layers, heads = size(config, "num_hidden_layers"), size(config, "num_attention_heads")
     shape = ModelShape(
         family=family,
         decoder=decoder,
@@ -52,16 +67,27 @@ def read_shape(family: str, decoder: Decoder, config: Mapping[str, Any]) -> Mode
         tied=bool(config.get("tie_word_embeddings", False)),
         qkv_bias=bool(config.get("attention_bias", False)),
         out_bias=bool(config.get("attention_bias", False)),
-        mlp_bias=False,
+        mlp_bias=decoder.reads_mlp_bias and bool(config.get("mlp_bias", False)),
         num_experts=sizes["n_routed_experts"],
         experts_per_token=sizes["num_experts_per_tok"],
         expert_size=sizes["moe_intermediate_size"],
-        expert_layers=frozenset(range(dense, layers)),
+        expert_layers=frozenset(first_dense(config, layers, first)),
         latent=latent,
         shared_size=sizes["moe_intermediate_size"] * sizes["n_shared_experts"],
     )
-    inside = [[*_attention(shape, latent), *_mlp(shape, layer), *norms(shape)] for layer in range(layers)]
+    of_experts = tuple(mixture(shape))
+    of_mlp = tuple(gated_mlp("mlp.", shape.hidden_size, shape.intermediate_size, shape.mlp_bias))
+    inside = [
+        [*_attention(shape, latent), *(of_experts if layer in shape.expert_layers else of_mlp), *norms(shape)]
+        for layer in range(layers)
+    ]
     return replace(shape, parameters=tuple(decoder_parameters(shape, inside)))
+
+
+def read_shape(family: str, decoder: Decoder, config: Mapping[str, Any]) -> ModelShape:
+    """The shape of transformers' model, which has no multi-token prediction layers. The router's bias per expert counts
+    as a parameter, because checkpoints contain it and generators need it."""
+    return latent_shape(family, decoder, config, DEFAULTS, FIRST_DENSE, corrected_experts)
 
 
 def _attention(shape: ModelShape, latent: Latent) -> Iterator[ParameterEntry]:
@@ -86,70 +112,61 @@ def _attention(shape: ModelShape, latent: Latent) -> Iterator[ParameterEntry]:
         yield at + "o_proj.bias", (hidden,), "whole"
 
 
-def _mlp(shape: ModelShape, layer: int) -> Iterator[ParameterEntry]:
-    if layer not in shape.expert_layers:
-        yield from gated_mlp("mlp.", shape.hidden_size, shape.intermediate_size)
-        return
-    yield from routed_experts(shape)
-    yield "mlp.gate.e_score_correction_bias", (shape.num_experts,), "whole"
-    yield from gated_mlp("mlp.shared_experts.", shape.hidden_size, shape.shared_size)
-
-
 class LatentLayers:
     """The layers in Megatron-Core (MegatronLayers), without multi-token prediction layers, as in transformers."""
 
     def __init__(self, config: Mapping[str, Any], shape: ModelShape):
-        self._config = config
-        self.hidden, self.vocabulary = self._size("hidden_size"), self._size("vocab_size")
-        self.num_layers, self.tied = self._size("num_hidden_layers"), bool(config.get("tie_word_embeddings", False))
-        if config.get("attention_bias"):
-            raise ValueError("config.json: attention_bias=true of a deepseek_v3 model has no table of Megatron's names")
-
-    def _size(self, key: str) -> int:
-        value = self._config.get(key)
-        if wrong := wrong_size(key, value):
-            raise ValueError(f"{key} in config.json is {wrong}")
-        return int(value)  # type: ignore[arg-type]
+        self._shape = shape
+        self.hidden, self.vocabulary = shape.hidden_size, shape.vocab_size
+        self.num_layers, self.tied = shape.num_layers, shape.tied
+        for key, given in (("attention_bias", shape.qkv_bias), ("mlp_bias", shape.mlp_bias)):
+            if given:
+                raise ValueError(f"config.json: {key}=true of a {shape.family} model has no table of Megatron's names")
 
     def attention(self, layers: LayerSpec) -> Iterator[Entry]:
-        at, hf, size, fused = "self_attention.", "self_attn.", self._size, layers == "fused"
-        down = 0 if layers == "local" else None
-        heads, nope, rope, value = map(
-            size, ("num_attention_heads", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-        )
-        latent = size("kv_lora_rank")
+        at, hf, fused, latent = "self_attention.", "self_attn.", layers == "fused", self._shape.latent
+        assert latent is not None
+        down, heads = 0 if layers == "local" else None, self._shape.num_heads
         yield copied("input_layernorm.weight", "input_layernorm.weight", (self.hidden,))
-        if self._config.get("q_lora_rank") is None:
-            query = (heads * (nope + rope), self.hidden)
+        if latent.query_rank is None:
+            query = (self._shape.query_size, self.hidden)
             yield copied(at + "linear_q_proj.weight", hf + "q_proj.weight", query, split=0)
         else:
-            narrow = size("q_lora_rank")
+            narrow = latent.query_rank
             norm = at + ("linear_q_up_proj.layer_norm_weight" if fused else "q_layernorm.weight")
             yield copied(at + "linear_q_down_proj.weight", hf + "q_a_proj.weight", (narrow, self.hidden), split=down)
             yield copied(norm, hf + "q_a_layernorm.weight", (narrow,))
-            query = (heads * (nope + rope), narrow)
+            query = (self._shape.query_size, narrow)
             yield copied(at + "linear_q_up_proj.weight", hf + "q_b_proj.weight", query, split=0)
-        compressed = (latent + rope, self.hidden)
+        compressed = (latent.rank + latent.rope, self.hidden)
         norm = at + ("linear_kv_up_proj.layer_norm_weight" if fused else "kv_layernorm.weight")
         yield copied(at + "linear_kv_down_proj.weight", hf + "kv_a_proj_with_mqa.weight", compressed, split=down)
-        yield copied(norm, hf + "kv_a_layernorm.weight", (latent,))
-        both = (heads * (nope + value), latent)
+        yield copied(norm, hf + "kv_a_layernorm.weight", (latent.rank,))
+        both = (heads * (latent.nope + latent.value), latent.rank)
         yield copied(at + "linear_kv_up_proj.weight", hf + "kv_b_proj.weight", both, split=0)
-        yield copied(at + "linear_proj.weight", hf + "o_proj.weight", (self.hidden, heads * value), split=1)
+        out = (self.hidden, heads * latent.value)
+        yield copied(at + "linear_proj.weight", hf + "o_proj.weight", out, split=1)
 
     def mlp(self, layer: int, fused: bool, stacked: bool) -> Iterator[Entry]:
-        mixed = layer >= int(self._config.get("first_k_dense_replace") or 0)
+        shape, mixed = self._shape, layer in self._shape.expert_layers
         norm = "mlp.linear_fc1.layer_norm_weight" if fused and not mixed else "pre_mlp_layernorm.weight"
         yield copied(norm, "post_attention_layernorm.weight", (self.hidden,))
         if not mixed:
-            yield from dense("mlp.", "mlp.", self.hidden, self._size("intermediate_size"))
+            yield from dense("mlp.", "mlp.", self.hidden, shape.intermediate_size)
             return
-        count, inner = self._size("n_routed_experts"), self._size("moe_intermediate_size")
-        yield copied("mlp.router.weight", "mlp.gate.weight", (count, self.hidden))
-        yield copied("mlp.router.expert_bias", "mlp.gate.e_score_correction_bias", (count,))
-        if shared := self._config.get("n_shared_experts"):
-            yield from dense("mlp.shared_experts.", "mlp.shared_experts.", self.hidden, inner * int(shared))
-        yield from experts(count, self.hidden, inner, fused, stacked)
+        count = shape.num_experts
+        yield from routed(count, self.hidden, shape.expert_size, fused, stacked)
+        if any(parameter.name.endswith(CORRECTION) for parameter in shape.of_layer(layer)):
+            yield copied("mlp.router.expert_bias", CORRECTION, (count,))
+        yield from dense("mlp.shared_experts.", "mlp.shared_experts.", self.hidden, shape.shared_size)
+
+
+def scales_otherwise(model: Mapping[str, Any]) -> Iterator[str]:
+    """Kinds of yarn with which Megatron-Core's latent attention would scale something else than transformers'."""
+    for rope in (rope for rope in ropes(model) if rope_type(rope) == "yarn"):
+        both = rope.get("mscale"), rope.get("mscale_all_dim")
+        if not both[0] or both[0] != both[1] or rope.get("attention_factor"):
+            yield f"has yarn with mscale equal to mscale_all_dim only, not with {both[0]} and {both[1]}"
 
 
 def _lacks(model: Mapping[str, Any]) -> Iterator[str]:
@@ -157,19 +174,9 @@ def _lacks(model: Mapping[str, Any]) -> Iterator[str]:
     rotated = model.get("qk_rope_head_dim", 64)
     if (width := model.get("head_dim", rotated)) != rotated:
         yield f"rotates the qk_rope_head_dim numbers of a head, {rotated}, not head_dim={width} of them"
-    for key in ("rope_interleave", "norm_topk_prob"):
-        if not model.get(key, True):
-            yield f"has no {key}=false"
-    for rope in (rope for rope in ropes(model) if rope_type(rope) == "yarn"):
-        both = rope.get("mscale"), rope.get("mscale_all_dim")
-        if not both[0] or both[0] != both[1] or rope.get("attention_factor"):
-            yield f"has yarn with mscale equal to mscale_all_dim only, not with {both[0]} and {both[1]}"
-    groups, chosen = model.get("n_group", 8), model.get("topk_group", 4)
-    if groups and groups > 1 and model.get("num_experts_per_tok", 8) // chosen != 2:
-        yield (
-            f"chooses groups of experts by their best num_experts_per_tok / topk_group, which must be 2, the model has "
-            f"{model.get('num_experts_per_tok', 8)} / {chosen}"
-        )
+    if not model.get("rope_interleave", True):
+        yield "has no rope_interleave=false"
+    yield from scales_otherwise(model)
 
 
 FAMILY = Family(
@@ -180,6 +187,7 @@ FAMILY = Family(
         layers=LatentLayers,
         biases=("attention_bias",),
         rope_types=("default", "yarn"),
+        router=functools.partial(sigmoid_router, scale=2.5, groups=8, chosen_groups=4),
         lacks=_lacks,
         stores_own_names=True,
     ),

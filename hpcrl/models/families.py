@@ -10,11 +10,14 @@ from typing import Any
 
 from hpcrl.models import (
     bert,
+    deepseek_v2,
     deepseek_v3,
     gemma,
     gemma3,
     gemma4,
+    glm4_moe,
     glm4v,
+    gpt_oss,
     hyperclovax,
     idefics3,
     internvl,
@@ -46,7 +49,7 @@ LISTED = (
     *(gemma.GEMMA2, gemma.GEMMA3, qwen2_5_vl.FAMILY, qwen3_vl.FAMILY, qwen3_vl.MOE, deepseek_v3.FAMILY),
     *(bert.FAMILY, hyperclovax.FAMILY, llama4.FAMILY, mamba2.FAMILY, mixtral.FAMILY, qwen2_moe.FAMILY),
     *(qwen2_vl.FAMILY, qwen3_5.FAMILY, glm4v.FAMILY, internvl.FAMILY, gemma3.FAMILY, gemma4.FAMILY),
-    *(idefics3.FAMILY, llava_onevision.FAMILY),
+    *(idefics3.FAMILY, llava_onevision.FAMILY, deepseek_v2.FAMILY, glm4_moe.FAMILY, gpt_oss.FAMILY),
 )
 FAMILIES: dict[str, Family] = {model_type: family for family in LISTED for model_type in family.model_types}
 UNKNOWN = Family(model_types=())

@@ -8,6 +8,7 @@ from typing import Any
 
 from hpcrl.models.grouped import GroupedLayers
 from hpcrl.models.megatron_entries import MegatronLayers
+from hpcrl.models.router import Router, softmax_router
 from hpcrl.models.shape import Decoder, ModelShape
 from hpcrl.models.vision import Vision
 
@@ -15,6 +16,11 @@ from hpcrl.models.vision import Vision
 def nothing_lacks(model: Mapping[str, Any]) -> Iterator[str]:
     """`lacks` of a family for which Megatron-Core's layers implement every feature of config.json."""
     yield from ()
+
+
+def no_options(model: Mapping[str, Any]) -> dict[str, Any]:
+    """`options` of a family without any."""
+    return {}
 
 
 @dataclass(frozen=True)
@@ -25,8 +31,13 @@ class MegatronModel:
     """Called with config.json and its shape. ValueError for a model without a table of names."""
     biases: tuple[str, ...] = ()
     """Keys of config.json that ask for biases, which Megatron-Core's layers do not have here."""
-    rope_types: tuple[str, ...] = ("default", "linear", "llama3")
-    """Supported rotary embeddings: frequencies do not depend on the sequence, and nothing else is scaled."""
+    rope_types: tuple[str, ...] = ("default", "linear", "llama3", "yarn")
+    """Supported rotary embeddings: frequencies do not depend on the sequence."""
+    router: Callable[[Mapping[str, Any]], Router] = softmax_router
+    """Called with the config.json of a mixture of experts."""
+    options: Callable[[Mapping[str, Any]], dict[str, Any]] = no_options
+    """Called with config.json; returns keys of Megatron-Core's configuration that its sizes do not determine.
+    activation_func is a name (hpcrl.engines.train.megatron.gpt_model)."""
     lacks: Callable[[Mapping[str, Any]], Iterator[str]] = nothing_lacks
     """Yields further reasons not to train a model, from its config.json."""
     stores_own_names: bool = False

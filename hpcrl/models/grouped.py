@@ -2,26 +2,91 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from hpcrl.models.megatron_entries import Entry, EntryRows, LayerSpec, copied, dense, experts
+from hpcrl.models.megatron_entries import FILES, Entry, EntryRows, LayerSpec, copied, dense, routed
 from hpcrl.models.shape import CannotPlanError, Decoder, ModelShape, Parameter, ParameterEntry, ParameterSplit, size
 
-EXPERT_DEFAULTS = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "decoder_sparse_step": 1}
+
+def every_step(config: Mapping[str, Any], layers: int) -> Iterator[int]:
+    """The layers with experts according to decoder_sparse_step and mlp_only_layers."""
+    dense_layers, step = config.get("mlp_only_layers") or (), size(config, "decoder_sparse_step", 1)
+    if not isinstance(dense_layers, list | tuple):
+        raise CannotPlanError(f"mlp_only_layers in config.json is {dense_layers!r}, a list of layers is needed")
+    return (layer for layer in range(layers) if layer not in dense_layers and (layer + 1) % step == 0)
 
 
-def grouped_shape(family: str, decoder: Decoder, config: Mapping[str, Any], prefix: str = "model.") -> ModelShape:
+def first_dense(config: Mapping[str, Any], layers: int, default: int = 1) -> Iterator[int]:
+    """The layers with experts according to first_k_dense_replace."""
+    first = config.get("first_k_dense_replace")
+    if first is None:
+        first = default
+    elif first != 0:
+        first = size(config, "first_k_dense_replace")
+    return iter(range(first, layers))
+
+
+def all_layers(config: Mapping[str, Any], layers: int) -> Iterator[int]:
+    """Every layer has experts."""
+    return iter(range(layers))
+
+
+def routed_experts(shape: ModelShape) -> Iterator[ParameterEntry]:
+    """Experts, stacked as in transformers' memory, and their router."""
+    count, inner, hidden = shape.num_experts, shape.expert_size, shape.hidden_size
+    yield "mlp.experts.gate_up_proj", (count, 2 * inner, hidden), "expert"
+    yield "mlp.experts.down_proj", (count, hidden, inner), "expert"
+    yield "mlp.gate.weight", (count, hidden), "whole"
+
+
+def corrected_experts(shape: ModelShape) -> Iterator[ParameterEntry]:
+    """As in DeepSeek-V3: routed experts, the router's bias per expert, and shared experts."""
+    yield from routed_experts(shape)
+    yield "mlp.gate.e_score_correction_bias", (shape.num_experts,), "whole"
+    yield from gated_mlp("mlp.shared_experts.", shape.hidden_size, shape.shared_size)
+
+
+def no_shared(config: Mapping[str, Any]) -> int:
+    """The width of shared experts in models without them."""
+    return 0
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Where a family's config.json has the sizes of its experts, as (key, default), and what its layers have."""
+
+    count: tuple[str, int] = ("num_experts", 128)
+    chosen: tuple[str, int] = ("num_experts_per_tok", 8)
+    width: tuple[str, int | None] = ("moe_intermediate_size", 768)
+    shared: Callable[[Mapping[str, Any]], int] = no_shared
+    """Width of the shared experts."""
+    layers: Callable[[Mapping[str, Any], int], Iterator[int]] = every_step
+    """Called with config.json and the number of layers; yields the layers with experts."""
+    parameters: Callable[[ModelShape], Iterator[ParameterEntry]] = routed_experts
+    """The parameters of such a layer, instead of an MLP's."""
+
+
+def grouped_shape(
+    family: str,
+    decoder: Decoder,
+    config: Mapping[str, Any],
+    prefix: str = "model.",
+    mixture: Mixture = Mixture(),  # noqa: B008  frozen
+) -> ModelShape:
     """The decoder of a config.json, with the defaults of transformers 5 for missing keys. `prefix` begins the names of
     its parameters. CannotPlanError if a size is missing, too large or not a whole number above 0."""
     heads, hidden = size(config, "num_attention_heads"), size(config, "hidden_size")
-    bias = decoder.reads_bias and bool(config.get("attention_bias", False))
-    routed = {key: size(config, key, default) for key, default in EXPERT_DEFAULTS.items()} if decoder.experts else {}
+    bias = decoder.reads_bias and bool(config.get("attention_bias", decoder.attention_bias))
+    qkv_bias = decoder.qkv_bias
+    if decoder.qkv_bias_key:
+        qkv_bias = bool(config.get(decoder.qkv_bias_key, qkv_bias))
+    if decoder.reads_qk_norm:
+        decoder = replace(decoder, qk_norm=bool(config.get("use_qk_norm", False)))
+    sizes = [size(config, *key) for key in (mixture.count, mixture.chosen, mixture.width)] if decoder.experts else []
+    count, chosen, width = sizes or (0, 0, 0)
     layers = size(config, "num_hidden_layers")
-    dense_layers = config.get("mlp_only_layers") or ()
-    if not isinstance(dense_layers, list | tuple):
-        raise CannotPlanError(f"mlp_only_layers in config.json is {dense_layers!r}, a list of layers is needed")
     shape = ModelShape(
         family=family,
         decoder=decoder,
@@ -33,19 +98,20 @@ def grouped_shape(family: str, decoder: Decoder, config: Mapping[str, Any], pref
         intermediate_size=size(config, "intermediate_size"),
         vocab_size=size(config, "vocab_size"),
         tied=bool(config.get("tie_word_embeddings", decoder.gemma)),
-        qkv_bias=bias or decoder.qkv_bias,
+        qkv_bias=bias or qkv_bias,
         out_bias=bias,
         mlp_bias=decoder.reads_mlp_bias and bool(config.get("mlp_bias", False)),
-        num_experts=routed.get("num_experts", 0),
-        experts_per_token=routed.get("num_experts_per_tok", 0),
-        expert_size=routed.get("moe_intermediate_size", 0),
-        expert_layers=frozenset(
-            layer
-            for layer in range(layers)
-            if routed and layer not in dense_layers and (layer + 1) % routed["decoder_sparse_step"] == 0
-        ),
+        num_experts=count,
+        experts_per_token=chosen,
+        expert_size=width,
+        expert_layers=frozenset(mixture.layers(config, layers)) if decoder.experts else frozenset(),
+        shared_size=mixture.shared(config) if decoder.experts else 0,
     )
-    inside = [[*_attention(shape), *_mlp(shape, layer), *norms(shape)] for layer in range(layers)]
+    of_experts = tuple(mixture.parameters(shape))
+    inside = [
+        [*_attention(shape), *(of_experts if layer in shape.expert_layers else _mlp(shape)), *norms(shape)]
+        for layer in range(layers)
+    ]
     return replace(shape, parameters=tuple(decoder_parameters(shape, inside, prefix)))
 
 
@@ -65,6 +131,8 @@ def decoder_parameters(
 
 def _attention(shape: ModelShape) -> Iterator[ParameterEntry]:
     hidden, at = shape.hidden_size, "self_attn."
+    if shape.decoder.sinks:
+        yield at + "sinks", (shape.num_heads,), "column"
     if shape.decoder.joined:
         yield at + "qkv_proj.weight", (shape.query_size + 2 * shape.key_size, hidden), "column"
         yield at + "o_proj.weight", (hidden, shape.query_size), "row"
@@ -86,24 +154,13 @@ def _attention(shape: ModelShape) -> Iterator[ParameterEntry]:
         yield at + "k_norm.weight", (shape.head_dim,), "whole"
 
 
-def _mlp(shape: ModelShape, layer: int) -> Iterator[ParameterEntry]:
+def _mlp(shape: ModelShape) -> Iterator[ParameterEntry]:
     hidden, inner = shape.hidden_size, shape.intermediate_size
-    if layer in shape.expert_layers:
-        yield from routed_experts(shape)
-        return
     if shape.decoder.joined:
         yield "mlp.gate_up_proj.weight", (2 * inner, hidden), "column"
         yield "mlp.down_proj.weight", (hidden, inner), "row"
         return
     yield from gated_mlp("mlp.", hidden, inner, shape.mlp_bias)
-
-
-def routed_experts(shape: ModelShape) -> Iterator[ParameterEntry]:
-    """Experts, stacked as in transformers' memory, and their router."""
-    count, inner, hidden = shape.num_experts, shape.expert_size, shape.hidden_size
-    yield "mlp.experts.gate_up_proj", (count, 2 * inner, hidden), "expert"
-    yield "mlp.experts.down_proj", (count, hidden, inner), "expert"
-    yield "mlp.gate.weight", (count, hidden), "whole"
 
 
 def gated_mlp(at: str, hidden: int, inner: int, bias: bool = False) -> Iterator[ParameterEntry]:
@@ -130,6 +187,8 @@ def norms(shape: ModelShape) -> Iterator[ParameterEntry]:
 class GroupedLayers:
     """The layers in Megatron-Core (MegatronLayers)."""
 
+    files = FILES
+
     def __init__(self, config: Mapping[str, Any], shape: ModelShape):
         self._shape = shape
         self.hidden, self.vocabulary = shape.hidden_size, shape.vocab_size
@@ -150,6 +209,8 @@ class GroupedLayers:
         if shape.decoder.qk_norm:
             yield copied(at + "q_layernorm.weight", hf + "q_norm.weight", (shape.head_dim,))
             yield copied(at + "k_layernorm.weight", hf + "k_norm.weight", (shape.head_dim,))
+        if shape.decoder.sinks:
+            yield copied(at + "core_attention.softmax_offset", hf + "sinks", (shape.num_heads,), split=0)
         yield copied(at + "linear_proj.weight", hf + "o_proj.weight", (hidden, shape.query_size), split=1)
         if shape.out_bias:
             yield copied(at + "linear_proj.bias", hf + "o_proj.bias", (hidden,))
@@ -159,10 +220,24 @@ class GroupedLayers:
         norm = "mlp.linear_fc1.layer_norm_weight" if fused and not mixed else "pre_mlp_layernorm.weight"
         yield copied(norm, "post_attention_layernorm.weight", (self.hidden,))
         if mixed:
-            yield copied("mlp.router.weight", "mlp.gate.weight", (shape.num_experts, self.hidden))
-            yield from experts(shape.num_experts, self.hidden, shape.expert_size, fused, stacked)
+            yield from self.mixture(fused, stacked)
         else:
             yield from dense("mlp.", "mlp.", self.hidden, shape.intermediate_size, shape.mlp_bias)
+
+    def mixture(self, fused: bool, stacked: bool) -> Iterator[Entry]:
+        """The tensors of a layer's router and experts."""
+        shape = self._shape
+        yield from routed(shape.num_experts, self.hidden, shape.expert_size, fused, stacked, self.files)
+
+
+class CorrectedLayers(GroupedLayers):
+    """With a bias per expert in routers, and shared experts (corrected_experts)."""
+
+    def mixture(self, fused: bool, stacked: bool) -> Iterator[Entry]:
+        """See GroupedLayers."""
+        yield from super().mixture(fused, stacked)
+        yield copied("mlp.router.expert_bias", "mlp.gate.e_score_correction_bias", (self._shape.num_experts,))
+        yield from dense("mlp.shared_experts.", "mlp.shared_experts.", self.hidden, self._shape.shared_size)
 
 
 def _qkv(shape: ModelShape, which: str, rest: Sequence[int]) -> Entry:

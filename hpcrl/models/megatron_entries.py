@@ -20,14 +20,22 @@ EntryPlace = Literal["embedding", "layer", "norm", "head"]
 
 @dataclass(frozen=True)
 class EntryRows:
-    """`count` rows of a Megatron tensor from row `at` on, which are rows of an HF tensor from row `first` on. `expert`
-    is the index in the first dimension if the HF tensor has all experts of a layer, as in transformers' memory."""
+    """`count` rows of a Megatron tensor from row `at` on, which are rows of an HF tensor.
+
+    Attributes:
+        first, step: These are the rows `first`, `first + step`, ... of the HF tensor. With a step of 2, gate and up rows
+            alternate.
+        expert: The index in the first dimension if the HF tensor has all experts of a layer, as in transformers' memory.
+        transposed: The HF matrix is transposed, so these are its columns.
+    """
 
     hf: str
     first: int
     at: int
     count: int
     expert: int | None = None
+    step: int = 1
+    transposed: bool = False
 
 
 @dataclass(frozen=True)
@@ -102,19 +110,42 @@ def dense(at: str, hf: str, hidden: int, inner: int, bias: bool = False) -> Iter
         yield copied(f"{at}linear_fc2.bias", f"{hf}down_proj.bias", (hidden,))
 
 
-def experts(count: int, hidden: int, inner: int, fused: bool, stacked: bool) -> Iterator[Entry]:
+@dataclass(frozen=True)
+class ExpertFiles:
+    """Names in files, where each expert has separate matrices."""
+
+    at: str = "mlp."
+    """The beginning of the names of router and experts in a layer."""
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+
+
+FILES = ExpertFiles()
+"""Most families' names, whose beginning is also the beginning in transformers' memory."""
+
+
+def expert_name(expert: int, matrix: str, which: str, fused: bool) -> str:
+    """Megatron's name for an expert's linear_fc1 or linear_fc2 (`matrix`), for its weight or its bias (`which`)."""
+    if fused:
+        return f"mlp.experts.{matrix}.{which}{expert}"
+    return f"mlp.experts.local_experts.{expert}.{matrix}.{which}"
+
+
+def routed(
+    count: int, hidden: int, inner: int, fused: bool, stacked: bool, files: ExpertFiles = FILES
+) -> Iterator[Entry]:
+    """The router, and all experts."""
+    yield copied("mlp.router.weight", f"{(FILES if stacked else files).at}gate.weight", (count, hidden))
     for expert in range(count):
-        if fused:
-            fc1, fc2 = (f"mlp.experts.linear_{fc}.weight{expert}" for fc in ("fc1", "fc2"))
-        else:
-            fc1, fc2 = (f"mlp.experts.local_experts.{expert}.linear_{fc}.weight" for fc in ("fc1", "fc2"))
+        fc1, fc2 = (expert_name(expert, matrix, "weight", fused) for matrix in ("linear_fc1", "linear_fc2"))
         if stacked:
             gate_up = (EntryRows("mlp.experts.gate_up_proj", 0, 0, 2 * inner, expert),)
             down = (EntryRows("mlp.experts.down_proj", 0, 0, hidden, expert),)
             yield Entry(fc1, (2 * inner, hidden), gate_up, "layer", expert=expert, split=0, parts=2)
             yield Entry(fc2, (hidden, inner), down, "layer", expert=expert, split=1)
         else:
-            hf = f"mlp.experts.{expert}."
-            both = gated(fc1, f"{hf}gate_proj.weight", f"{hf}up_proj.weight", inner, (hidden,))
+            hf = f"{files.at}experts.{expert}."
+            both = gated(fc1, f"{hf}{files.gate}.weight", f"{hf}{files.up}.weight", inner, (hidden,))
             yield replace(both, expert=expert)
-            yield replace(copied(fc2, f"{hf}down_proj.weight", (hidden, inner), split=1), expert=expert)
+            yield replace(copied(fc2, f"{hf}{files.down}.weight", (hidden, inner), split=1), expert=expert)

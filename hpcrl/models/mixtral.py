@@ -1,5 +1,41 @@
 """Mixtral (arXiv 2401.04088)."""
 
-from hpcrl.models.family import Family
+from __future__ import annotations
 
-FAMILY = Family(model_types=("mixtral",), peft_experts=frozenset({"gate", "w1", "w2", "w3"}))
+import functools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from hpcrl.models.family import Family, MegatronModel
+from hpcrl.models.grouped import GroupedLayers, Mixture, all_layers, grouped_shape
+from hpcrl.models.megatron_entries import ExpertFiles
+from hpcrl.models.router import normalised_router
+from hpcrl.models.shape import Decoder
+
+MIXTURE = Mixture(
+    count=("num_experts", 8),
+    chosen=("num_experts_per_tok", 2),
+    width=("intermediate_size", None),
+    layers=all_layers,
+)
+
+
+class MixtralLayers(GroupedLayers):
+    """With other names of experts in files."""
+
+    files = ExpertFiles("block_sparse_moe.", "w1", "w3", "w2")
+
+
+def _lacks(model: Mapping[str, Any]) -> Iterator[str]:
+    if noise := model.get("router_jitter_noise"):
+        yield f"adds no noise to router inputs (router_jitter_noise={noise})"
+
+
+FAMILY = Family(
+    model_types=("mixtral",),
+    decoder=Decoder(experts=True, windows="all"),
+    read=functools.partial(grouped_shape, mixture=MIXTURE),
+    megatron=MegatronModel(layers=MixtralLayers, router=normalised_router, lacks=_lacks),
+    renamed_in_files=True,
+    peft_experts=frozenset({"gate", "w1", "w2", "w3"}),
+)

@@ -36,10 +36,18 @@ class Decoder:
     """Queries, keys and values have biases and the output projection has none; attention_bias is ignored."""
     reads_bias: bool = False
     """The decoder uses attention_bias, for queries, keys, values and the output projection."""
+    attention_bias: bool = False
+    """The default of attention_bias, where it is used."""
+    qkv_bias_key: str = ""
+    """The config.json key, if any, for the biases of queries, keys and values; qkv_bias is its default."""
     reads_mlp_bias: bool = False
     """The decoder uses mlp_bias."""
     qk_norm: bool = False
     """Query and key heads are normalised."""
+    reads_qk_norm: bool = False
+    """Query and key heads are normalised if use_qk_norm is true."""
+    sinks: bool = False
+    """Each head has a learned score that takes part in every softmax and has no value (arXiv 2309.17453)."""
     experts: bool = False
     """Layers have routed experts, according to num_experts, decoder_sparse_step and mlp_only_layers."""
     gemma: bool = False

@@ -7,6 +7,8 @@ from typing import Any
 
 from hpcrl.models.families import family_of
 
+SLIDING = "sliding_attention"
+
 
 def attention_kinds(model: Mapping[str, Any]) -> set[str]:
     """The kinds of layers (full_attention, sliding_attention or both), as transformers reads them from the config.json

@@ -129,7 +129,8 @@ class Run:
         for name, parameter in wanted.items():
             parameter.grad = gradients[name]
         trainer = self.config.trainer
-        groups = [{"params": [p for p in wanted.values() if (p.dim() > 1) == matrices],
+        decayed = {name for name, p in wanted.items() if p.dim() > 1 and not name.endswith("bias")}
+        groups = [{"params": [p for name, p in wanted.items() if (name in decayed) == matrices],
                    "weight_decay": trainer.weight_decay * matrices} for matrices in (True, False)]  # fmt: skip
         torch.optim.AdamW(groups, lr=trainer.lr, betas=trainer.betas, eps=trainer.eps).step()
         assert wanted.keys() <= got.keys()

@@ -217,7 +217,7 @@ def test_a_folder_without_a_checkpoint_is_one_line(tmp_path: Path, capsys: pytes
     for words, text in (
         (("--checkpoint", tmp_path / "none"), f"--checkpoint {tmp_path}/none is not a folder"),
         (("--checkpoint", tmp_path / "empty"), "empty is not a checkpoint: no .metadata in it or below it"),
-        (("--checkpoint", tmp_path / "model"), "is a model in HF layout already, without quantised weights; --to megatron"),
+        (("--checkpoint", tmp_path / "model"), "is a model in HF layout already, without quantised weights; --to meg"),
         (("--checkpoint", tmp_path / "old"), "is Megatron's old format; save it as torch_dist"),
         (("--checkpoint", tmp_path / "top"), "names '12', but there is no folder"),
         (("--to", "megatron", "--checkpoint", tmp_path / "empty"), "empty/config.json cannot be read"),

@@ -53,7 +53,10 @@ TOGETHER: dict[str, dict[str, Any]] = {
 }
 """Keys that go together, or that no config class shows."""
 FAMILIES = {
-    "megatron": ("llama", "qwen3_moe", "deepseek_v3", "qwen2", "qwen3", "mistral"),
+    "megatron": (
+        *("gpt_oss", "qwen3_moe", "deepseek_v3", "glm4_moe", "llama", "qwen2", "qwen3", "mistral", "qwen2_moe"),
+        *("mixtral", "deepseek_v2"),
+    ),
     "native": (
         "qwen3_moe",
         "gemma2",
@@ -67,7 +70,7 @@ FAMILIES = {
         "qwen2_5_vl",
     ),
 }  # fmt: skip
-SAMPLE = {"megatron": ("llama", "qwen3_moe", "deepseek_v3"), "native": ("qwen3_moe", "gemma2")}
+SAMPLE = {"megatron": ("gpt_oss", "glm4_moe", "deepseek_v3"), "native": ("qwen3_moe", "gemma2")}
 
 
 def changes(config: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:

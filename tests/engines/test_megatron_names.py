@@ -87,6 +87,22 @@ def test_a_ranks_gate_rows_precede_its_up_rows() -> None:
     assert torch.equal(shard(down, tensors, 1, 2), tensors["model.layers.0.mlp.down_proj.weight"][:, 2:])
 
 
+def test_alternating_gate_and_up_rows_of_transposed_experts() -> None:
+    """gpt-oss: column 2 i of the HF matrix is gate row i, column 2 i + 1 is up row i; a rank's columns are one slice."""
+    names = table(small("gpt_oss", num_local_experts=2, intermediate_size=2, hidden_size=3))
+    tensors = numbered(names)
+    stacked = tensors["model.layers.1.mlp.experts.gate_up_proj"]
+    assert stacked.shape == (2, 3, 4)
+    entry = names.find("decoder.layers.1.mlp.experts.local_experts.1.linear_fc1.weight")
+    assert torch.equal(shard(entry, tensors), stacked[1].t()[[0, 2, 1, 3]])
+    assert torch.equal(shard(entry, tensors, 1, 2), stacked[1].t()[[2, 3]])
+    assert [part.tensor_slice for part in shard_slices(entry, 1, 2)] == [((1, 2), (0, 3), (2, 4))]
+    bias = names.find("decoder.layers.1.mlp.experts.local_experts.1.linear_fc1.bias")
+    assert torch.equal(shard(bias, tensors), tensors["model.layers.1.mlp.experts.gate_up_proj_bias"][1][[0, 2, 1, 3]])
+    down = names.find("decoder.layers.1.mlp.experts.local_experts.1.linear_fc2.weight")
+    assert torch.equal(shard(down, tensors, 1, 2), tensors["model.layers.1.mlp.experts.down_proj"][1].t()[:, 1:])
+
+
 def test_padding_of_the_vocabulary_is_zero_and_belongs_to_no_hf_tensor() -> None:
     names = table(small("qwen3"), padded_vocabulary=12)
     tensors = numbered(names)
@@ -112,6 +128,11 @@ def test_padding_of_the_vocabulary_is_zero_and_belongs_to_no_hf_tensor() -> None
         small("mistral"),
         small("", **LATENT),
         small("", **LATENT | {"q_lora_rank": None}),
+        small("", **LATENT | {"model_type": "deepseek_v2"}),
+        small("qwen2_moe", **EXPERTS, shared_expert_intermediate_size=2),
+        small("mixtral", num_local_experts=4),
+        small("glm4_moe", n_routed_experts=4, moe_intermediate_size=2, attention_bias=True, use_qk_norm=True),
+        small("gpt_oss", num_local_experts=4),
     ],
     ids=lambda config: config["model_type"],
 )
@@ -197,9 +218,9 @@ def test_only_tensors_held_by_the_rank_are_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("work", "text"),
     [
-        (lambda: table(small("gemma2")), r"model_type 'gemma2' has no table .*qwen2, .*deepseek_v3 have"),
+        (lambda: table(small("gemma2")), r"model_type 'gemma2' has no table .*qwen2, .*gpt_oss have"),
         (lambda: table({"model_type": "qwen3"}), "num_attention_heads in config.json is None"),
-        (lambda: table(small("", **LATENT | {"v_head_dim": None})), "v_head_dim in config.json is None"),
+        (lambda: table(small("", **LATENT | {"v_head_dim": 0})), "v_head_dim in config.json is 0"),
         (lambda: table(small("qwen2", num_key_value_heads=3)), "num_attention_heads=4 is not a multiple of"),
         (lambda: table(small("qwen2"), padded_vocabulary=5), "5 rows is smaller than vocab_size=6"),
         (

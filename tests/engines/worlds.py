@@ -47,6 +47,29 @@ LATENT: dict[str, Any] = {
     "moe_intermediate_size": 12,
 }
 """Sizes of a small DeepSeek-V3."""
+V2: dict[str, Any] = {"topk_method": "group_limited_greedy", "num_experts_per_tok": 3}
+EXPERTS: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+    "qwen2_moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 20,
+    },
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24},
+    "glm4_moe": {
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 12,
+        "n_shared_experts": 2,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 1.5,
+    },
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24, "sliding_window": 6},
+    "deepseek_v3": LATENT,
+    "deepseek_v2": LATENT | V2,
+}
+"""Sizes of small mixtures of experts."""
 
 
 def make_model_folder(family: str, folder: Path, **changes: Any) -> Path:
@@ -63,18 +86,16 @@ def make_model_folder(family: str, folder: Path, **changes: Any) -> Path:
         "tie_word_embeddings": True,
         "initializer_range": 0.2,
     }
-    if family == "qwen3_moe":
-        settings |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-    if family == "deepseek_v3":  # with a width of its own for every part of a head
+    if family.startswith("deepseek"):  # with a width of its own for every part of a head
         del settings["head_dim"]
-        settings |= LATENT
+    settings |= EXPERTS.get(family, {})
     if family == "gemma2":  # soft caps and a window small enough to have an effect
         settings |= {"sliding_window": 6, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
     config = AutoConfig.for_model(family, **settings | changes)
     model = AutoModelForCausalLM.from_config(config)
-    for name, buffer in model.named_buffers():
-        if name.endswith("e_score_correction_bias"):  # new ones are zero
-            torch.nn.init.normal_(buffer, std=0.3)
+    for name, tensor in (*model.named_buffers(), *model.named_parameters()):
+        if name.endswith(("e_score_correction_bias", "_proj_bias", "_proj.bias")):  # new ones are zero
+            torch.nn.init.normal_(tensor, std=0.3)
     model.save_pretrained(folder)
     return folder
 

@@ -56,6 +56,8 @@ LLAMA3 = {
 }
 """Of four frequencies, the first lies between the two bounds, the others are divided."""
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+MOONLIGHT = {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 6}
+MIXED = {"tensor_parallel": 2, "sequence_parallel": True, "expert_parallel": 2}
 FOUR_LAYERS = {"num_hidden_layers": 4}
 SPLITS = {
     "dp2": Split(2, {}),
@@ -82,13 +84,15 @@ SPLITS = {
     "cp2": Split(2, {"context_parallel": 2}, family="mistral", model={"sliding_window": 6}),
     "ep2": Split(2, {"expert_parallel": 2}, family="qwen3_moe"),
     "ep2, overlapped": Split(2, OVERLAPPED | {"expert_parallel": 2}, family="qwen3_moe"),
-    "etp2": Split(2, {"expert_tensor_parallel": 2}, family="qwen3_moe", model={"norm_topk_prob": True}),
-    "tp2 ep2": Split(2, {"tensor_parallel": 2, "sequence_parallel": True, "expert_parallel": 2}, family="qwen3_moe"),
-    "tp2 ep2, latent attention": Split(
-        2, {"tensor_parallel": 2, "sequence_parallel": True, "expert_parallel": 2}, family="deepseek_v3"
-    ),
+    "etp2, mixtral": Split(2, {"expert_tensor_parallel": 2}, family="mixtral"),
+    "tp2 ep2, shared expert behind a gate": Split(2, MIXED, family="qwen2_moe"),
+    "tp2 ep2, bias per expert": Split(2, MIXED, family="glm4_moe", model={"use_qk_norm": True, "attention_bias": True}),
+    "tp2 ep2, latent attention": Split(2, MIXED, family="deepseek_v3"),
+    "tp2 ep2, sinks": Split(2, MIXED, family="gpt_oss"),
+    "cp2, sinks": Split(2, {"context_parallel": 2}, family="gpt_oss"),
+    "ep2, best expert of a group": Split(2, {"expert_parallel": 2}, family="deepseek_v2"),
     "cp2, latent attention": Split(2, {"context_parallel": 2}, family="deepseek_v3", model=YARN),
-    "pp2, latent attention": Split(2, {"pipeline_parallel": 2}, family="deepseek_v3", model={"q_lora_rank": None}),
+    "pp2, moonlight": Split(2, {"pipeline_parallel": 2}, family="deepseek_v3", model=MOONLIGHT),
     "tp2 sp pp2": Split(
         4, {"tensor_parallel": 2, "sequence_parallel": True, "pipeline_parallel": 2}, model=FOUR_LAYERS
     ),

@@ -24,16 +24,18 @@ def make_optimizer(
 
     Args:
         dtype: The compute dtype.
-        is_matrix: Whether a parameter is a matrix, which gets weight decay.
+        is_matrix: Whether a parameter has at least two dimensions. It gets weight decay, unless it is the biases of a
+            layer's experts.
         idle: Names of parameters whose gradients are always zero. They get no decay, so they do not change.
     """
     kind: type[torch.optim.AdamW] = SPEC.optimizers[config.optimizer].load()
     takes = kind.takes if issubclass(kind, ForMatrices) else lambda parameter: False
-    special = {id(p) for p in in_layers(hf) if is_matrix(p) and takes(p)}
+    biases = {id(p) for name, p in hf.named_parameters() if name.endswith("bias")}
+    special = {id(p) for p in in_layers(hf) if is_matrix(p) and id(p) not in biases and takes(p)}
     parameters = [p for p in hf.parameters() if p.requires_grad]
     rest = [p for p in parameters if id(p) not in special]
     still = {id(p) for name, p in hf.named_parameters() if name in idle}
-    shrinks = {id(p) for p in rest if is_matrix(p)} - still
+    shrinks = {id(p) for p in rest if is_matrix(p)} - still - biases
     decayed = {"weight_decay": config.weight_decay}
     groups: list[dict[str, Any]] = [
         {"params": [p for p in parameters if id(p) in special], "special": True, "dtype": dtype, **decayed},

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.post_training.modelopt.layers import Linear
@@ -28,19 +29,23 @@ from torch import Tensor
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from hpcrl.engines.train.megatron.choices import choose_groups, router_options
 from hpcrl.engines.train.megatron.latent import latent_options
-from hpcrl.engines.train.megatron.local_layers import PackedAttention, RMSNorm
+from hpcrl.engines.train.megatron.local_layers import BiasedRowParallelLinear, PackedAttention, RMSNorm
 from hpcrl.engines.train.megatron.logprobs import vocabulary_logprobs
 from hpcrl.engines.train.megatron.parallel import padded_vocabulary, split_layers
 from hpcrl.engines.train.megatron.spec import COUNTED, ENDS, SPEC, MegatronConfig
 from hpcrl.engines.train.megatron.unsupported import lacking
-from hpcrl.models.families import read_shape
+from hpcrl.models.families import family_of, read_shape
+from hpcrl.models.router import Router
 from hpcrl.models.shape import CannotPlanError, ModelShape
-from hpcrl.models.windows import attention_kinds
+from hpcrl.models.windows import SLIDING, attention_kinds
 from hpcrl.system.clock import UNCOUNTED
 
 LATENT_EPS = 1e-6
 """Epsilon of the latent norms, whatever rms_norm_eps says, as in transformers' DeepseekV3Attention."""
+
+ACTIVATIONS = {"silu": F.silu, "quick_gelu": quick_gelu}
 
 _INITIALIZED: list[Any] = []
 """The default group and the sizes for which this process has created Megatron's process groups."""
@@ -55,8 +60,10 @@ class Description:
         shape: The model's sizes.
         eps: Epsilon of the norms.
         frequencies: Frequencies of the rotary embedding.
+        scale: Factor of attention scores; None stands for the default.
         window: Number of tokens to which a token attends; None if it attends to all.
-        tops_normalised: Whether the weights of the chosen experts add up to one.
+        windowed: Whether each layer has the window.
+        router: How routers choose; None without experts.
         options: Additional keys of Megatron's configuration.
     """
 
@@ -64,8 +71,10 @@ class Description:
     shape: ModelShape
     eps: float
     frequencies: Tensor
+    scale: float | None
     window: int | None
-    tops_normalised: bool
+    windowed: tuple[bool, ...]
+    router: Router | None
     options: dict[str, Any]
 
 
@@ -84,25 +93,51 @@ def describe(folder: Path) -> Description:
     try:
         content = json.loads(path.read_text())
         hf: Any = AutoConfig.from_pretrained(folder, local_files_only=True)
-        shape = read_shape(content)
+        problems = list(lacking(None, content))
+        shape = None if problems else read_shape(content)
     except (ValueError, KeyError, OSError, CannotPlanError) as error:
         raise ValueError(
             f"model.path {folder}: config.json describes no model: {' '.join(str(error).split())}"
         ) from error
-    if problems := list(lacking(None, content)):
+    if shape is None:
         raise ValueError(f"model.path {folder}: the megatron trainer {problems[0]}; use trainer.engine=fsdp2")
+    family = family_of(content.get("model_type")).megatron
+    assert family is not None, "checked above"
+    frequencies, scaling = _rotation(hf, shape)
+    windowed = _windowed(content, hf, shape.num_layers)
+    return Description(
+        json=content,
+        shape=shape,
+        eps=float(hf.rms_norm_eps),
+        frequencies=frequencies,
+        # Queries and keys are scaled by transformers, and scores here.
+        scale=shape.head_dim**-0.5 * scaling**2 if scaling != 1.0 and shape.latent is None else None,
+        window=getattr(hf, "sliding_window", None) if any(windowed) else None,
+        windowed=windowed,
+        router=family.router(content) if shape.num_experts else None,
+        options=family.options(content) | (latent_options(shape, hf) if shape.latent is not None else {}),
+    )
+
+
+def _rotation(hf: Any, shape: ModelShape) -> tuple[Tensor, float]:
+    """The rotary embedding's frequencies, and the factor of what it rotates."""
     rope = getattr(hf, "rope_parameters", None) or {}
     kind = rope.get("rope_type", "default")
-    if kind == "default":
-        rotated = shape.head_dim if shape.latent is None else shape.latent.rope
-        exponents = torch.arange(0, rotated, 2, dtype=torch.int64).float() / rotated
-        frequencies = 1.0 / (rope.get("rope_theta", 10000.0) ** exponents)
-    else:
-        frequencies, _ = ROPE_INIT_FUNCTIONS[kind](hf, torch.device("cpu"))
-    window = getattr(hf, "sliding_window", None) if attention_kinds(content) == {"sliding_attention"} else None
-    normalised = bool(getattr(hf, "norm_topk_prob", True))
-    options = latent_options(shape, hf) if shape.latent is not None else {}
-    return Description(content, shape, float(hf.rms_norm_eps), frequencies, window, normalised, options)
+    if kind != "default":
+        frequencies, scaling = ROPE_INIT_FUNCTIONS[kind](hf, torch.device("cpu"))
+        return frequencies, float(scaling)
+    rotated = shape.head_dim if shape.latent is None else shape.latent.rope
+    if shape.decoder.partly_rotated:
+        rotated = int(rotated * rope.get("partial_rotary_factor", 1.0))
+    exponents = torch.arange(0, rotated, 2, dtype=torch.int64).float() / rotated
+    return 1.0 / (rope.get("rope_theta", 10000.0) ** exponents), 1.0
+
+
+def _windowed(content: dict[str, Any], hf: Any, num_layers: int) -> tuple[bool, ...]:
+    """Whether each layer has a sliding window. transformers' configuration lists layers of several kinds."""
+    if family_of(content.get("model_type")).decoder.windows == "by layer":  # type: ignore[union-attr]
+        return tuple(kind == SLIDING for kind in hf.layer_types)
+    return (attention_kinds(content) == {SLIDING},) * num_layers
 
 
 def initialize_parallel(megatron: MegatronConfig) -> None:
@@ -155,13 +190,19 @@ def transformer_config(
             "num_moe_experts": shape.num_experts,
             "moe_ffn_hidden_size": shape.expert_size,
             "moe_router_topk": shape.experts_per_token,
-            "moe_router_pre_softmax": not model.tops_normalised,
             "moe_router_load_balancing_type": "none",
+            "moe_shared_expert_intermediate_size": shape.shared_size or None,
             "moe_router_dtype": "fp32",
             "moe_grouped_gemm": on_cuda,
             "moe_layer_freq": [int(layer in shape.expert_layers) for layer in range(shape.num_layers)],
         }
-    options |= recomputation(megatron, on_cuda)
+    if model.router is not None:
+        options |= router_options(model.router)
+    if model.window is not None:
+        options |= {"window_size": (model.window - 1, 0), "window_attn_skip_freq": [*map(int, model.windowed)]}
+    options |= recomputation(megatron, on_cuda) | model.options
+    options["activation_func"] = ACTIVATIONS[options.get("activation_func", "silu")]
+    biased = options.setdefault("add_bias_linear", False)
     latent = shape.latent is not None
     return (MLATransformerConfig if latent else TransformerConfig)(
         num_layers=shape.num_layers,
@@ -173,11 +214,9 @@ def transformer_config(
         layernorm_epsilon=model.eps,
         normalization="RMSNorm",
         gated_linear_unit=True,
-        activation_func=F.silu,
-        add_bias_linear=False,
         add_qkv_bias=shape.qkv_bias,
         qk_layernorm=shape.decoder.qk_norm or latent,
-        window_size=None if model.window is None else (model.window - 1, 0),
+        softmax_scale=model.scale,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         tensor_model_parallel_size=megatron.tensor_parallel,
@@ -201,12 +240,12 @@ def transformer_config(
         use_cpu_initialization=not on_cuda,
         deterministic_mode=deterministic,
         bias_activation_fusion=on_cuda,
-        bias_dropout_fusion=on_cuda,
+        bias_dropout_fusion=on_cuda and not biased,  # grouped experts with biases have no fused form
         masked_softmax_fusion=False,
         apply_rope_fusion=on_cuda and not latent,
         gradient_accumulation_fusion=False,
         persist_layer_norm=False,
-        **options | model.options,
+        **options,
     )
 
 
@@ -271,7 +310,7 @@ def build(
         if not on_cuda:
             spec = dataclasses.replace(spec, layer_norm=RMSNorm)
             for layer in spec.layer_specs:
-                _use_own_layers(layer.submodules, model.shape)
+                _use_own_layers(layer.submodules, model.shape, config)
         chunk = chunk_class(
             config,
             spec,
@@ -294,6 +333,8 @@ def build(
         built = [layer.layer_number - 1 for layer in chunk.decoder.layers]
         assert built == list(layers), f"Megatron-Core built the layers {built}, not {layers}"
         chunks.append(chunk)
+    if model.router is not None:
+        choose_groups(chunks, model.router)
     return chunks
 
 
@@ -306,8 +347,11 @@ def _latent_norms(chunk: GPTModel) -> Iterator[Any]:
                 yield module
 
 
-def _use_own_layers(submodules: Any, shape: ModelShape) -> None:
+def _use_own_layers(submodules: Any, shape: ModelShape, config: TransformerConfig) -> None:
     submodules.input_layernorm = submodules.pre_mlp_layernorm = RMSNorm
+    experts = getattr(submodules.mlp.submodules, "experts", None)
+    if config.add_bias_linear and experts is not None:
+        experts.submodules.linear_fc2 = BiasedRowParallelLinear
     attention = submodules.self_attention.submodules
     attention.core_attention = PackedAttention
     if shape.latent is not None:

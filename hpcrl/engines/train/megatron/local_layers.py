@@ -11,10 +11,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel import RowParallelLinear, gather_from_sequence_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
 from hpcrl.engines.blocked_attention import masked_attention
@@ -38,15 +40,52 @@ class RMSNorm(nn.Module):
         return self.weight * wide.to(states.dtype)
 
 
-class PackedAttention(nn.Module):
-    """Causal attention of [T, heads, D], sequence by sequence. All context-parallel ranks' keys are gathered."""
+class BiasedRowParallelLinear(RowParallelLinear):
+    """Returns its output as a copy, because Megatron's experts add the bias to the output in place, which autograd
+    refuses for the output of a custom function."""
 
-    def __init__(self, config: TransformerConfig, *_: Any, softmax_scale: float | None = None, **__: Any):
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+        """(output without bias, bias)."""
+        output, bias = super().forward(input_)
+        return output.clone(), bias
+
+
+class PackedAttention(nn.Module):
+    """Causal attention of [T, heads, D], sequence by sequence. All context-parallel ranks' keys are gathered.
+
+    With softmax_type "learnable", each head has an attention sink: a score, `softmax_offset`, which takes part in every
+    softmax and has no value. It has the name that Megatron's own attention gives it.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, layer_number: int, *_: Any, softmax_scale: float | None = None, **__: Any
+    ):
         super().__init__()
         assert config.kv_channels is not None
         self.scale = softmax_scale or config.kv_channels**-0.5
-        self.window = None if config.window_size is None else config.window_size[0] + 1
+        self.window: int | None = None
+        if is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
+            assert config.window_size is not None
+            self.window = config.window_size[0] + 1
         self.group: Any = parallel_state.get_context_parallel_group()
+        self.softmax_offset: nn.Parameter | None = None
+        if config.softmax_type == "learnable":
+            heads = config.num_attention_heads // config.tensor_model_parallel_size
+            device = torch.cuda.current_device()
+            self.softmax_offset = nn.Parameter(torch.zeros(heads, dtype=config.params_dtype, device=device))
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
+    ) -> Any:
+        """Called by Megatron: heads are split over tensor-parallel ranks."""
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(keep_vars=True),
+            prefix,
+            {"softmax_offset": 0},
+            sharded_offsets,
+            tp_group=parallel_state.get_tensor_model_parallel_group(),
+            dp_cp_group=(metadata or {})["dp_cp_group"],
+        )
 
     def forward(
         self,
@@ -60,6 +99,9 @@ class PackedAttention(nn.Module):
     ) -> Tensor:
         """[T / ranks, heads x D]. Sequences begin at packed_seq_params.cu_seqlens_q, counted over all ranks' tokens."""
         starts = packed_seq_params.cu_seqlens_q
+        if self.group.size() == 1 and self.softmax_offset is not None:
+            spans_of = pairwise(starts.tolist())
+            return torch.cat([self._chunk(query[a:b], key[a:b], value[a:b]) for a, b in spans_of]).flatten(1)
         if self.group.size() == 1:
             longest = packed_seq_params.max_seqlen_q
             spans = Spans(starts, longest, starts, longest, self.scale, self.window)
@@ -85,5 +127,16 @@ class PackedAttention(nn.Module):
         visible = torch.ones(len(query), len(key), dtype=torch.bool, device=query.device).tril(offset)
         if self.window is not None:
             visible = visible.triu(offset + 1 - self.window)
+        if self.softmax_offset is not None:
+            query, key, value = _with_sink(query, key, value, self.softmax_offset / self.scale)
+            visible = F.pad(visible, (1, 0), value=True)
         q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
         return masked_attention(q, k, v, visible[None, None], self.scale)[0].transpose(0, 1)
+
+
+def _with_sink(query: Tensor, key: Tensor, value: Tensor, scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values with another first key, whose product with any query is the query head's number in
+    `scores` [heads] and whose value is 0. It is the only key with the additional last component, which is 1."""
+    query = torch.cat([query, scores.to(query.dtype)[:, None].expand(*query.shape[:2], 1)], -1)
+    sink = F.pad(key.new_zeros(1, *key.shape[1:]), (0, 1), value=1.0)
+    return query, torch.cat([sink, F.pad(key, (0, 1))]), torch.cat([value.new_zeros(1, *value.shape[1:]), value])

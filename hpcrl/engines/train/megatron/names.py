@@ -30,11 +30,38 @@ _GROUPED_EXPERT = re.compile(r"(.*\.mlp\.experts)(\.linear_fc[12]\.)(weight|bias
 
 @dataclass(frozen=True)
 class ShardSlice:
-    """A slice of an HF tensor in a rank's shard. `at` has the ranges of the shard's rows, which are concatenated."""
+    """A slice of an HF tensor in a rank's shard.
+
+    Attributes:
+        at: The ranges of the shard's rows, which are concatenated.
+        step: Number of equally long ranges whose rows alternate in the HF tensor; otherwise 1.
+        transposed: The HF matrix is transposed.
+    """
 
     hf: str
     tensor_slice: TensorSlice
     at: tuple[tuple[int, int], ...]
+    step: int = 1
+    transposed: bool = False
+
+    def rows(self, values: Tensor, rest: Sequence[int]) -> Iterator[tuple[int, int, Tensor]]:
+        """(first row, last row, rows [n, *rest]) of the shard for each range, from the slice's values."""
+        values = values.reshape(*rest, -1).t() if self.transposed else values.reshape(-1, *rest)
+        if self.step > 1:
+            values = values.unflatten(0, (-1, self.step)).transpose(0, 1).flatten(0, 1)
+        sizes = [last - first for first, last in self.at]
+        for (first, last), part in zip(self.at, values.split(sizes), strict=True):
+            yield first, last, part
+
+    def values(self, part: Tensor) -> Tensor:
+        """The inverse of rows(): the slice's values from a shard. A view if they are contiguous in the shard."""
+        pieces = [part[first:last] for first, last in self.at]
+        values = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        if self.step > 1:
+            values = values.unflatten(0, (self.step, -1)).transpose(0, 1).flatten(0, 1)
+        if self.transposed:
+            values = values.t().contiguous()
+        return values.view(tuple(last - first for first, last in self.tensor_slice))
 
 
 class NameTable:
@@ -130,7 +157,8 @@ def shard_slices(entry: Entry, rank: int = 0, num_ranks: int = 1) -> list[ShardS
         for rows in entry.rows:
             low, high = max(first, rows.at), min(last, rows.at + rows.count)
             if low < high:
-                here = replace(rows, first=rows.first + low - rows.at, at=at + low - first, count=high - low)
+                start = rows.first + (low - rows.at) * rows.step
+                here = replace(rows, first=start, at=at + low - first, count=high - low)
                 found.setdefault(rows.hf, []).append(here)
         at += last - first
     return [
@@ -155,8 +183,7 @@ def shard(
         read = tensors[part.hf][tuple(slice(*span) for span in part.tensor_slice)]
         if result is None:
             result = torch.zeros(shard_shape(entry, num_ranks), dtype=dtype or read.dtype)
-        read = read.reshape(-1, *result.shape[1:])
-        for (first, last), rows in zip(part.at, read.split([b - a for a, b in part.at]), strict=True):
+        for first, last, rows in part.rows(read, result.shape[1:]):
             result[first:last] = rows
     if result is None:  # only padding
         if dtype is None:
@@ -171,9 +198,7 @@ def parts(entry: Entry, part: Tensor, rank: int = 0, num_ranks: int = 1) -> Iter
     if tuple(part.shape) != (shape := shard_shape(entry, num_ranks)):
         raise ValueError(f"{entry.name}: a shard of shape {list(part.shape)}, config.json requires {list(shape)}")
     for piece in shard_slices(entry, rank, num_ranks):
-        rows = [part[first:last] for first, last in piece.at]
-        values = rows[0] if len(rows) == 1 else torch.cat(rows)
-        yield piece.hf, piece.tensor_slice, values.view(tuple(last - first for first, last in piece.tensor_slice))
+        yield piece.hf, piece.tensor_slice, piece.values(part)
 
 
 def _row_spans(entry: Entry, rank: int, num_ranks: int) -> list[tuple[int, int]]:
@@ -189,14 +214,25 @@ def _joined(pieces: Sequence[EntryRows], columns: Sequence[tuple[int, int]]) -> 
     """The slices for the pieces of one HF tensor, sorted by its rows."""
     runs: list[list[EntryRows]] = []
     for rows in pieces:
-        if runs and runs[-1][-1].first + runs[-1][-1].count == rows.first:
+        if runs and _continues(runs[-1], rows):
             runs[-1].append(rows)
         else:
             runs.append([rows])
     for run in runs:
-        leading = () if run[0].expert is None else ((run[0].expert, run[0].expert + 1),)
-        span = (run[0].first, run[-1].first + run[-1].count)
-        yield ShardSlice(run[0].hf, (*leading, span, *columns), tuple((rows.at, rows.at + rows.count) for rows in run))
+        begin, step = run[0], run[0].step
+        assert step in (1, len(run)), "a rank has equally many of the rows that alternate"
+        leading = () if begin.expert is None else ((begin.expert, begin.expert + 1),)
+        span = (begin.first, begin.first + sum(rows.count for rows in run))
+        box = (*columns, span) if begin.transposed else (span, *columns)
+        at = tuple((rows.at, rows.at + rows.count) for rows in run)
+        yield ShardSlice(begin.hf, (*leading, *box), at, step, begin.transposed and bool(columns))
+
+
+def _continues(run: Sequence[EntryRows], rows: EntryRows) -> bool:
+    """Whether these rows of the HF tensor follow the run's, or alternate with them."""
+    if rows.step > 1:
+        return len(run) < rows.step and run[-1].first + 1 == rows.first and run[-1].count == rows.count
+    return run[-1].first + run[-1].count == rows.first
 
 
 def _hf_shapes(entries: Sequence[Entry]) -> dict[str, tuple[int, ...]]:
@@ -204,7 +240,8 @@ def _hf_shapes(entries: Sequence[Entry]) -> dict[str, tuple[int, ...]]:
     for entry in entries:
         for rows in entry.rows:
             leading = () if rows.expert is None else (rows.expert + 1,)
-            shape = (*leading, rows.first + rows.count, *entry.shape[1:])
+            size, rest = rows.first + (rows.count - 1) * rows.step + 1, entry.shape[1:]
+            shape = (*leading, *rest, size) if rows.transposed else (*leading, size, *rest)
             ends[rows.hf] = tuple(map(max, ends.get(rows.hf, shape), shape))
     return ends
 

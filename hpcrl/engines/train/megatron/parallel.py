@@ -130,7 +130,8 @@ def _experts(megatron: MegatronConfig, shape: ModelShape) -> Iterator[Problem]:
             if value := getattr(megatron, key):
                 yield problem(key, f"{value:g}, but {shape.family} has no experts; use 0")
         return
-    if megatron.expert_bias_rate and shape.latent is None:
+    names = [parameter.name for parameter in shape.parameters]
+    if megatron.expert_bias_rate and not any(name.endswith("e_score_correction_bias") for name in names):
         text = (
             f"{megatron.expert_bias_rate:g}, but the routers of {shape.family} have no bias, so generators and an "
             "exported model would choose other experts; use 0"
@@ -140,6 +141,11 @@ def _experts(megatron: MegatronConfig, shape: ModelShape) -> Iterator[Problem]:
         yield problem("expert_parallel", f"{expert} does not divide the {shape.num_experts} experts of a layer")
     if shape.expert_size % within:
         yield problem("expert_tensor_parallel", f"{within} does not divide the experts' width {shape.expert_size}")
+    elif within > 1 and any(p.split == "expert" and p.name.endswith("bias") for p in shape.parameters):
+        yield problem("expert_tensor_parallel", f"{within}, but the experts of {shape.family} have biases; use 1")
+    if shape.shared_size % megatron.tensor_parallel:
+        text = f"{megatron.tensor_parallel} does not divide the shared experts' width {shape.shared_size}"
+        yield problem("tensor_parallel", text)
 
 
 def _stages(megatron: MegatronConfig, shape: ModelShape) -> Iterator[Problem]:

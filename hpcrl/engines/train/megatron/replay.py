@@ -44,10 +44,14 @@ def routers_of(chunks: Sequence[Any]) -> Iterator[tuple[int, Any]]:
 
 
 class _Choice:
-    """Replaces one router's choice of experts. The chosen experts' weights are computed and get gradients as before."""
+    """Replaces one router's choice of experts. The chosen experts' weights are computed and get gradients as before.
 
-    def __init__(self, layer: int) -> None:
-        self.layer = layer
+    Args:
+        own: An earlier replacement, which makes the router's own choice.
+    """
+
+    def __init__(self, layer: int, own: Any) -> None:
+        self.layer, self._own = layer, own
         self.chosen = OfMicroBatch[Tensor]()  # int64 [tokens, experts per token], -1: the router's own choice
 
     def get_replay_topk(
@@ -60,7 +64,8 @@ class _Choice:
     ) -> tuple[Tensor, Tensor]:
         """Called by the router like the same method of megatron.core's RouterReplay."""
         assert default_compute_topk is not None
-        values, own = default_compute_topk(scores, topk, num_groups, group_topk)
+        compute = default_compute_topk if self._own is None else self._own.get_replay_topk
+        values, own = compute(scores, topk, num_groups, group_topk)
         chosen = self.chosen.take()
         if chosen is None:
             return values, own
@@ -81,7 +86,7 @@ class ChosenExperts:
         self._num_layers, self._num_parts, self._part = len(expert_layers), num_parts, part
         self._choices = []
         for layer, router in routers_of(chunks):
-            router.router_replay = choice = _Choice(expert_layers.index(layer))
+            router.router_replay = choice = _Choice(expert_layers.index(layer), router.router_replay)
             self._choices.append(choice)
 
     def expect_recomputation(self, recomputes: bool) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from hpcrl.models.families import MEGATRON, family_of
+from hpcrl.models.families import MEGATRON, family_of, read_shape
 from hpcrl.models.rope import rope_types
+from hpcrl.models.router import unsupported_choices
+from hpcrl.models.shape import CannotPlanError
 from hpcrl.models.windows import attention_kinds
 
 SILU = ("silu", "swish")
@@ -27,5 +29,11 @@ def lacking(own: object, model: Mapping[str, Any]) -> Iterator[str]:
     for kind in sorted(rope_types(model).difference(family.rope_types)):
         yield f"has no rope_type={kind}, only {', '.join(family.rope_types)}"
     yield from family.lacks(model)
-    if len(kinds := attention_kinds(model)) > 1:
-        yield f"has no layers of {len(kinds)} kinds of attention ({', '.join(sorted(kinds))})"
+    if others := attention_kinds(model) - {"full_attention", "sliding_attention"}:
+        yield f"has no layers with {', '.join(sorted(others))}"
+    try:
+        shape = read_shape(model)
+    except CannotPlanError:  # reported where the model is planned
+        return
+    if shape.num_experts:
+        yield from unsupported_choices(family.router(model), shape.num_experts, shape.experts_per_token)

@@ -127,11 +127,14 @@ class HFWeights:
         for chunk, layers in zip(self._chunks, self._stages[self._place.stage], strict=True):
             for name, parameter in state_of(chunk):
                 entry = self._find(self.table, name, layers[0] if layers else 0)
-                if entry.split is not None and not hasattr(parameter, "tensor_model_parallel"):
-                    # Needed for the gradient norm; Megatron sets these attributes only where it initialises weights.
-                    set_tensor_model_parallel_attributes(parameter, True, entry.split, 1)
+                differs = entry.split is not None or entry.expert is not None
+                if differs and not hasattr(parameter, "tensor_model_parallel"):
+                    # Needed for the gradient norm; Megatron sets these attributes only where it initialises weights,
+                    # and takes experts' biases for copies.
+                    set_tensor_model_parallel_attributes(parameter, True, entry.split or 0, 1)
                 if entry.expert is not None:  # Megatron treats experts that no ranks split as copies
                     parameter.allreduce = False  # type: ignore[attr-defined]
+                    parameter.sequence_parallel = False  # type: ignore[attr-defined]
                 if not (self.table.tied and name == HEAD):
                     yield entry.name, parameter
 
@@ -181,10 +184,11 @@ class HFWeights:
         parameters; each in the type of dtypes, converted before it is exchanged. Collective over a pipeline stage:
         every rank must exhaust it."""
         for run in self._runs(self._place.stage):
-            experts = [self._gathered(entry, tensors[entry.name], dtypes) for entry in run if entry.name in tensors]
-            if not experts:
+            own = [entry for entry in run if entry.name in tensors]
+            whole = [self._gathered(entry, tensors[entry.name], dtypes) for entry in own]
+            if not own:
                 continue
-            named = self._hf(run[0], experts[0]) if run[0].expert is None else self._stacked(run, experts)
+            named = self._hf(own[0], whole[0]) if own[0].expert is None else self._stacked(own, whole)
             for name, tensor in named:
                 yield name, tensor.to(dtypes.get(name, tensor.dtype))
 
@@ -198,6 +202,9 @@ class HFWeights:
             sender = stage * per_stage
             own = self.full_tensors(self.parameters, {}) if stage == self._place.stage else None
             for run in self._runs(stage):
+                in_files = {
+                    rows.hf: other.hf for rows, other in zip(run[0].rows, by_expert[run[0].name].rows, strict=False)
+                }
                 for name in dict.fromkeys(rows.hf for rows in run[0].rows):
                     tensor = None if own is None else next(own)[1].contiguous()
                     if rank == 0 and tensor is None:
@@ -206,8 +213,8 @@ class HFWeights:
                         dist.recv(tensor, sender)
                     elif rank == sender != 0 and tensor is not None:
                         dist.send(tensor, 0)
-                    if rank == 0 and tensor is not None and run[0].expert is None:
-                        yield name, tensor
+                    if rank == 0 and tensor is not None and (run[0].expert is None or in_files[name] == name):
+                        yield in_files[name], tensor
                     elif rank == 0 and tensor is not None:
                         for entry, matrix in zip(run, tensor, strict=True):
                             yield from ((at, values) for at, _, values in parts(by_expert[entry.name], matrix))
@@ -254,10 +261,16 @@ class HFWeights:
     def _stacked(self, run: Sequence[Entry], own: Sequence[Tensor]) -> Iterator[tuple[str, Tensor]]:
         """One matrix of all experts of a layer, of which this rank holds some."""
         name = run[0].rows[0].hf
-        mine = torch.stack(list(own))
+        mine = self._of_experts(run, own)
         if self._megatron.expert_parallel > 1:
             mine = torch.cat(_all_gathered(mine, parallel_state.get_expert_model_parallel_group()))
         yield name, mine.view(self.table.shapes[name])
+
+    @staticmethod
+    def _of_experts(entries: Sequence[Entry], tensors: Sequence[Tensor]) -> Tensor:
+        """A slice of an HF tensor of stacked experts."""
+        both = zip(entries, tensors, strict=True)
+        return torch.cat([values for entry, whole in both for _, _, values in parts(entry, whole)])
 
     # ---- parts
 
@@ -311,7 +324,9 @@ class HFWeights:
         for run in self._runs(self._place.stage):
             own = [(entry, self.parameters[entry.name]) for entry in run if entry.name in self.parameters]
             if run[0].expert is not None:
-                yield torch.stack([self._gathered(entry, tensor, {}) for entry, tensor in own])
+                yield self._of_experts(
+                    [entry for entry, _ in own], [self._gathered(entry, tensor, {}) for entry, tensor in own]
+                )
                 continue
             [(entry, tensor)] = own
             if self._is_gathered(entry):

@@ -1,0 +1,59 @@
+"""How the router of a mixture of experts chooses a token's experts and weights them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Router:
+    """Properties of a model's routers. Each token gets the experts with the highest scores."""
+
+    sigmoid: bool = False
+    """Scores are sigmoids of the logits (arXiv 2412.19437), instead of a softmax over all experts."""
+    normalised: bool = True
+    """The weights of a token's experts are divided by their sum."""
+    scale: float = 1.0
+    """Factor of the weights."""
+    corrected: bool = False
+    """There is a bias per expert that only affects the choice (arXiv 2408.15664)."""
+    groups: int = 1
+    """Number of groups of experts. All of a token's experts are in `chosen_groups` of them (arXiv 2405.04434)."""
+    chosen_groups: int = 1
+    best: int = 1
+    """A group's score is the sum of its best `best` experts' scores."""
+
+
+def normalised_router(config: Mapping[str, Any]) -> Router:
+    """A softmax over the chosen experts, whatever config.json says."""
+    return Router()
+
+
+def softmax_router(config: Mapping[str, Any]) -> Router:
+    """Softmax scores, with normalised weights if norm_topk_prob is true."""
+    return Router(normalised=bool(config.get("norm_topk_prob", False)))
+
+
+def sigmoid_router(config: Mapping[str, Any], *, scale: float = 1.0, groups: int = 1, chosen_groups: int = 1) -> Router:
+    """Sigmoid scores as in DeepSeek-V3; the parameters are defaults for keys of config.json."""
+    return Router(
+        sigmoid=True,
+        normalised=bool(config.get("norm_topk_prob", True)),
+        scale=float(config.get("routed_scaling_factor", scale)),
+        corrected=True,
+        groups=config.get("n_group", groups) or 1,
+        chosen_groups=config.get("topk_group", chosen_groups) or 1,
+        best=2,
+    )
+
+
+def unsupported_choices(router: Router, num_experts: int, chosen: int) -> Iterator[str]:
+    """Why Megatron-Core's routers would choose or weight experts differently."""
+    if router.sigmoid and not router.normalised:
+        yield "has no norm_topk_prob=false with sigmoid scores"
+    if router.normalised and chosen == 1:
+        yield "has no normalised weights of a single expert per token"
+    if router.groups > 1 and chosen > (most := router.chosen_groups * (num_experts // router.groups)):
+        yield f"chooses {chosen} experts per token, and topk_group={router.chosen_groups} groups have only {most}"
