@@ -83,5 +83,7 @@ class Family:
     peft_experts: frozenset[str] = frozenset()
     """Last parts of layer names that peft (0.21) treats as experts, in every family whose experts transformers stacks
     as in this one."""
+    reads_positions_from_cache: bool = False
+    """Whether some layers in transformers count positions from the length of the cache instead of reading them."""
     small_sizes: Mapping[str, Any] = field(default_factory=dict)
     """Sizes for a small model (hpcrl.engines.train.fsdp2.small_model) that must match each other."""

@@ -98,6 +98,24 @@ def step_of_torch(folder: Path, batch: Any) -> tuple[Any, dict[str, Any]]:
     return found.detach(), {name: p.detach() for name, p in model.named_parameters()}
 
 
+def check_weights(found: dict[str, Any], after: dict[str, Any]) -> None:
+    for name, weight in found.items():
+        if name not in after:  # a buffer
+            continue
+        # A part of the learning rate: what rounding makes of gradients beside eps.
+        far = (weight - after[name]).abs() - 1e-5 * after[name].abs()
+        assert far.max() <= 2e-2 * SETTINGS["lr"], name
+
+
+def check_steps(outcomes: list[Any], folder: Path, batch: Any) -> None:
+    """The ranks' outcomes of outcomes_of_two_ranks()."""
+    want, after = step_of_torch(folder, batch)
+    for log_p, weights in outcomes:
+        assert (log_p - want).abs().max() < 5e-5, folder.name
+        assert after.keys() <= weights.keys()
+        check_weights(weights, after)
+
+
 def check(family: str, folder: Path, out: Path, using: str = "fsdp2") -> None:
     import torch
     from transformers import AutoModelForCausalLM
@@ -127,10 +145,7 @@ def check(family: str, folder: Path, out: Path, using: str = "fsdp2") -> None:
     trainer.train_step(batch, everything, Weighted(), norms_of(batch))
     trainer.export_hf(out)
     exported = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
-    for name, weight in exported.named_parameters():
-        # A part of the learning rate: what rounding makes of gradients beside eps.
-        far = (weight - after[name]).abs() - 1e-5 * after[name].abs()
-        assert far.max() <= 2e-2 * SETTINGS["lr"], name
+    check_weights(dict(exported.named_parameters()), after)
 
 
 @pytest.mark.slow
@@ -185,12 +200,17 @@ TENSOR, CONTEXT = {"tensor_parallel": 2}, {"context_parallel": 2}
 OFF = "needs a model that can be packed; {} cannot: packed log-probs differ by"
 SPLITS: dict[tuple[str, str], str] = {
     ("llama", "tensor"): "",
+    ("gpt_oss", "tensor"): "",  # attention sinks, and experts with biases
+    ("deepseek_v3", "tensor"): "",  # latent attention
+    ("olmo2", "tensor"): "",  # norms over all heads
+    ("phi3", "tensor"): "",  # fused matrices
+    ("qwen2_moe", "tensor"): "",  # a shared expert, and experts that transformers' plan lacks
     ("gemma2", "context"): "",
     ("gemma3", "context"): "",  # a folder with a vision tower
     ("gpt_oss", "context"): "",  # attention sinks
+    ("llama4", "context"): "",  # chunks, and layers that count positions from a cache
     ("phimoe", "context"): "",  # windows that the mask alone defines
     ("minimax_m3_vl_text", "context"): OFF.format("minimax_m3_vl_text"),
-    ("deepseek_v3", "tensor"): "trainer.fsdp2: tensor_parallel=2 .*deepseek_v3 cannot",
     ("falcon_mamba", "context"): "falcon_mamba has no num_attention_heads; set both to 1",
     ("deepseek_v32", "context"): "its packed forward fails",
 }
@@ -198,14 +218,20 @@ SPLITS: dict[tuple[str, str], str] = {
 
 
 def outcomes_of_two_ranks(folders: dict[str, Path], asked: list[tuple[str, str]]) -> dict[tuple[str, str], Any]:
-    """For each (family, what is divided) the log-probs, or the refusal."""
-    from tests.engines.worlds import make_batch
+    """For each (family, what is divided) the log-probs and the weights after a step, or the refusal."""
+    import torch
 
+    from tests.engines.worlds import Weighted, make_batch, norms_of
+
+    batch, everything = make_batch(LENGTHS), [list(range(len(LENGTHS)))]
     found: dict[tuple[str, str], Any] = {}
     for family, what in asked:
         try:
             trainer = engine(folders[family], **{"tensor": TENSOR, "context": CONTEXT}[what])
-            found[family, what] = trainer.logprobs(make_batch(LENGTHS), [list(range(len(LENGTHS)))], 1.0)
+            log_p = trainer.logprobs(batch, everything, 1.0)
+            trainer.train_step(batch, everything, Weighted(), norms_of(batch))
+            weights = {name: trainer.weights.full_tensor(name, torch.float32) for name in trainer.weights.names}
+            found[family, what] = log_p, weights
         except ValueError as error:
             found[family, what] = str(error)
     return found
@@ -217,15 +243,16 @@ def test_ranks_divide_the_rows_of_a_family_or_all_refuse_it(folder_of: Callable[
 
     folders = {family: folder_of(family) for family, _ in SPLITS}
     batch = make_batch(LENGTHS)
-    for results in run_ranks(2, outcomes_of_two_ranks, folders, list(SPLITS)):
-        for (family, what), refusal in SPLITS.items():
-            found = results[family, what]
-            if refusal:
-                assert isinstance(found, str), (family, what, found)
-                assert re.search(refusal, found) and "\n" not in found, found
-            else:
-                assert not isinstance(found, str), found
-                assert (found - step_of_torch(folders[family], batch)[0]).abs().max() < 5e-5
+    results = run_ranks(2, outcomes_of_two_ranks, folders, list(SPLITS))
+    for (family, what), refusal in SPLITS.items():
+        found = [result[family, what] for result in results]
+        refusals = [text for text in found if isinstance(text, str)]
+        if refusal:
+            assert len(refusals) == 2, (family, what)
+            assert all(re.search(refusal, text) and "\n" not in text for text in refusals), refusals
+        else:
+            assert not refusals, refusals
+            check_steps(found, folders[family], batch)
 
 
 @pytest.mark.soak
@@ -246,9 +273,8 @@ def test_ranks_divide_the_rows_of_every_other_family_or_all_refuse_it(
             assert one == other and "\n" not in one, (one, other)
             continue
         divided += 1
-        want = step_of_torch(folders[family], batch)[0]
-        assert max((found - want).abs().max() for found in (one, other)) < 5e-5, family
-    assert divided > {"tensor": 15, "context": 40}[what]
+        check_steps([one, other], folders[family], batch)
+    assert divided > {"tensor": 60, "context": 80}[what]
 
 
 # ---- folders as they are published
@@ -350,7 +376,7 @@ def test_an_error_in_a_models_own_code_is_one_line(error: Exception, tmp_path: P
 @pytest.mark.parametrize(
     ("model", "why"),
     [
-        ({"model_type": "llama4"}, "does not train model_type=llama4: its model returns no hidden states"),
+        ({"model_type": "bert"}, "does not train model_type=bert: its vocabulary projection is not one matrix"),
         ({"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}}, "has no quantised weights"),
     ],
 )

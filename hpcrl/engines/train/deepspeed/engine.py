@@ -26,7 +26,6 @@ from hpcrl.engines.train.fsdp2.engine import FSDP2Engine, arguments
 from hpcrl.engines.train.fsdp2.model import PackedCausalLM
 from hpcrl.engines.train.fsdp2.optimizer import make_optimizer
 from hpcrl.engines.train.fsdp2.spec import FSDP2Config
-from hpcrl.engines.train.fsdp2.trial import idle_parameters
 from hpcrl.engines.train.fsdp2.weights import fingerprint, is_frozen
 from hpcrl.engines.train.schedule import learning_rate, update_stats
 from hpcrl.metrics.stats import Stats
@@ -104,11 +103,12 @@ class ZeroEngine(FSDP2Engine):
 
     def _make_adamw(self) -> torch.optim.AdamW:
         hf = self.module.hf
-        # ZeRO treats a missing gradient as zero. A model that takes images computes with its tower in any case.
-        decays = self.config.weight_decay and self.vision is None
-        idle = idle_parameters(self, hf.config) if decays else frozenset[str]()
         return make_optimizer(
-            hf, self.config, self.compute_dtype, lambda parameter: len(zero.shape_of(parameter)) >= 2, idle
+            hf,
+            self.config,
+            self.compute_dtype,
+            lambda parameter: len(zero.shape_of(parameter)) >= 2,
+            self._idle(hf.config),
         )
 
     def _make_optimizer(self) -> torch.optim.AdamW:

@@ -26,7 +26,7 @@ from hpcrl.engines.train.fsdp2.exchange import assemble
 from hpcrl.engines.train.fsdp2.images import ImageInputs
 from hpcrl.engines.train.fsdp2.logits import token_logprobs
 from hpcrl.engines.train.fsdp2.model import PackedCausalLM, empty_model, read_model
-from hpcrl.engines.train.fsdp2.model_kind import Kind
+from hpcrl.engines.train.fsdp2.model_kind import Kind, body_of
 from hpcrl.engines.train.fsdp2.packed_attention import PackedLayout
 from hpcrl.engines.train.fsdp2.spec import FSDP2Config
 from hpcrl.rollout.batch import Batch, MicroBatches
@@ -78,7 +78,7 @@ class PackedCritic(PackedCausalLM):
     def own_logprobs(self, token_ids: Tensor) -> Tensor:
         """See PackedCausalLM."""
         self._forget_lengths()
-        hidden = self.hf.base_model(input_ids=token_ids[None], use_cache=False).last_hidden_state[0, :-1]
+        hidden = body_of(self.hf)(input_ids=token_ids[None], use_cache=False).last_hidden_state[0, :-1]
         weight, bias = self.projection()
         return token_logprobs(
             hidden,

@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from hpcrl.algorithms.interface import Objective, Outputs
 from hpcrl.checkpoint.writer import Files
@@ -41,7 +41,7 @@ from hpcrl.engines.train.fsdp2.replay import RouterReplay
 from hpcrl.engines.train.fsdp2.sharding import shard
 from hpcrl.engines.train.fsdp2.spec import SPEC, FSDP2Config
 from hpcrl.engines.train.fsdp2.tensor_parallel import TensorParallel
-from hpcrl.engines.train.fsdp2.trial import try_architecture
+from hpcrl.engines.train.fsdp2.trial import idle_parameters, try_architecture
 from hpcrl.engines.train.fsdp2.weights import NamedWeights, local
 from hpcrl.engines.train.schedule import learning_rate, update_stats
 from hpcrl.engines.train.training_engine import check_micro_batches
@@ -226,7 +226,16 @@ class FSDP2Engine:
         parameter.grad = None
 
     def _make_optimizer(self) -> torch.optim.AdamW:
-        return make_optimizer(self.model.hf, self.config, self.compute_dtype, lambda parameter: parameter.ndim >= 2)
+        idle = self._idle(self.model.hf.config) if self.sharded else frozenset[str]()
+        return make_optimizer(
+            self.model.hf, self.config, self.compute_dtype, lambda parameter: parameter.ndim >= 2, idle
+        )
+
+    def _idle(self, model: PreTrainedConfig) -> frozenset[str]:
+        """Parameters of which sharding takes missing gradients for zeros, and which must not decay. A model that takes
+        images computes with its tower in any case."""
+        decays = self.config.weight_decay and self.vision is None
+        return idle_parameters(self, model) if decays else frozenset()
 
     def _make_snapshots(self) -> Any:
         return checkpoint.Snapshots(self.model, self.optimizer, self._as_part_of_whole, self._base)

@@ -8,12 +8,16 @@ collective over the axis's ranks.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from hpcrl.rollout.device_copies import to_device
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,12 @@ def tokens_to_heads(own: Tensor, axis: Axis) -> Tensor:
 def heads_to_tokens(own: Tensor, axis: Axis) -> Tensor:
     """[n k, h, D] of this rank's heads -> [k, n h, D] of this rank's tokens."""
     return cast(Tensor, _Swap.apply(own, axis, False))
+
+
+def share_of_parts(own: Tensor, parts: Sequence[int], axis: Axis) -> Tensor:
+    """From a rank's rows of a fused matrix, which is split by rows, [R / n, ...]: the rank's rows of each of the
+    matrices in it, which have parts[i] rows, in order."""
+    return own if axis.size == 1 else cast(Tensor, _Parts.apply(own, tuple(parts), axis))
 
 
 def assemble(own: Tensor, places: Tensor, count: int, axis: Axis) -> Tensor:
@@ -130,6 +140,31 @@ class _Swap(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return _swap(grad, ctx.axis, not ctx.to_heads), None, None
+
+
+@functools.lru_cache(maxsize=64)
+def _routes(parts: tuple[int, ...], axis: Axis) -> tuple[Tensor, list[int], list[int]]:
+    """A rank's rows in the order of their receivers, and the numbers of rows to and from each rank."""
+    size = axis.size
+    receivers = torch.cat([torch.arange(size).repeat_interleave(part // size) for part in parts]).view(size, -1)
+    order = receivers[axis.rank].argsort(stable=True)
+    return order, receivers[axis.rank].bincount(minlength=size).tolist(), (receivers == axis.rank).sum(1).tolist()
+
+
+class _Parts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, parts: tuple[int, ...], axis: Axis) -> Tensor:
+        order, to, from_ = _routes(parts, axis)
+        ctx.order, ctx.to, ctx.from_, ctx.axis = to_device(order, own.device), to, from_, axis
+        received = torch.empty_like(own)
+        dist.all_to_all_single(received, own.index_select(0, ctx.order), from_, to, group=axis.group)
+        return received
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        returned = torch.empty_like(grad)
+        dist.all_to_all_single(returned, grad.contiguous(), ctx.to, ctx.from_, group=ctx.axis.group)
+        return torch.empty_like(grad).index_copy_(0, ctx.order, returned), None, None
 
 
 class _Assemble(torch.autograd.Function):

@@ -172,11 +172,6 @@ def _indivisible(own: FSDP2Config, shape: ModelShape) -> Iterator[Problem]:
     """Why the model cannot be split."""
     yield from indivisible_heads(own, shape.num_heads, shape.num_kv_heads)
     tensor = own.tensor_parallel
-    if tensor > 1 and shape.decoder.joined:
-        text = (
-            f"{tensor}, but {shape.family} joins its matrices, and these cannot be split; use 1, and context_parallel"
-        )
-        yield problem("tensor_parallel", text)
     if len(shape.expert_layers) < shape.num_layers and shape.intermediate_size % tensor:
         yield problem("tensor_parallel", f"{tensor} does not divide intermediate_size, {shape.intermediate_size}")
     if shape.num_experts % tensor:

@@ -25,10 +25,11 @@ from hpcrl.engines.train.fsdp2.exchange import assemble
 from hpcrl.engines.train.fsdp2.images import ImageInputs
 from hpcrl.engines.train.fsdp2.logits import Head, token_logprobs
 from hpcrl.engines.train.fsdp2.lora import Adapters
-from hpcrl.engines.train.fsdp2.model_kind import CAUSAL, Kind
-from hpcrl.engines.train.fsdp2.packed_attention import PACKED_ATTENTION, PackedLayout, visible_keys
+from hpcrl.engines.train.fsdp2.model_kind import CAUSAL, Kind, body_of
+from hpcrl.engines.train.fsdp2.packed_attention import PACKED_ATTENTION, PackedLayout, PositionsAsCache, visible_keys
 from hpcrl.engines.train.fsdp2.spec import unpackable
 from hpcrl.engines.train.fsdp2.tensor_parallel import TensorParallel
+from hpcrl.models.families import family_of
 from hpcrl.models.rope import rope_types
 from hpcrl.models.vision import BothWays
 from hpcrl.system.files import new_folder
@@ -63,6 +64,7 @@ class PackedCausalLM(nn.Module):
         text = hf.config.get_text_config()
         self.head = Head.from_config(text)
         self.chunk_tokens = chunk_tokens
+        self.reads_positions_from_cache = family_of(text.model_type).reads_positions_from_cache
         dynamic = "dynamic" in rope_types(hf.config.to_dict())
         self._dynamic_rotary = [m for m in hf.modules() if dynamic and hasattr(m, "max_seq_len_cached")]
         # SDPA has no soft-capping, and transformers' SDPA attention would silently omit it.
@@ -88,7 +90,7 @@ class PackedCausalLM(nn.Module):
 
     def packing_obstacle(self) -> str:
         """Why the model's code or config rules out packing; empty if the probe must decide."""
-        parameters = inspect.signature(self.hf.base_model.forward).parameters
+        parameters = inspect.signature(body_of(self.hf).forward).parameters
         if "position_ids" not in parameters or all(p.kind is not p.VAR_KEYWORD for p in parameters.values()):
             return "its forward takes no position_ids or no layout of the sequences"
         return unpackable(self.hf.config.to_dict())
@@ -170,9 +172,11 @@ class PackedCausalLM(nn.Module):
             mine, before = layout.own(before)
             packed = {"packed_layout": layout}
             positions = positions[layout.rotated]
+            if self.reads_positions_from_cache:
+                packed["past_key_values"] = PositionsAsCache(positions)
         if layout is not None or positions.dim() > 1:
             packed["position_ids"] = positions[None] if positions.dim() == 1 else positions.t()[:, None]
-        decoder: Any = self.hf.base_model
+        decoder: Any = body_of(self.hf)
         if images is None:
             packed["input_ids"] = token_ids[None]
         else:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hpcrl.config import TrainerConfig
+from hpcrl.engines.train.fsdp2.model_kind import body_of
 from hpcrl.engines.train.fsdp2.spec import SPEC
 
 
@@ -48,7 +49,7 @@ def make_optimizer(
 
 def in_layers(hf: PreTrainedModel) -> Iterator[Tensor]:
     """The decoder's parameters except embeddings, vocabulary projection and a critic's head."""
-    for module in hf.base_model.modules():
+    for module in body_of(hf).modules():
         if not isinstance(module, nn.Embedding):
             yield from module.parameters(recurse=False)
 

@@ -49,6 +49,31 @@ def reach_of_mask(config: PreTrainedConfig | None = None, local_size: int | None
     return Reach(chunk=local_size) if is_chunk else Reach(window=local_size)
 
 
+class PositionsAsCache:
+    """A cache without keys, for layers that count a token's position from the length of the cache. That of packed
+    tokens is a number for each token: its position less its place."""
+
+    def __init__(self, positions: Tensor):
+        """positions: int64 [T]."""
+        self._offsets = positions - torch.arange(len(positions), device=positions.device)
+
+    def get_seq_length(self, layer: int = 0) -> Tensor:
+        """What, added to a token's place among the packed ones, is its position."""
+        return self._offsets
+
+    def get_query_offset(self, layer: int = 0) -> int:
+        """Part of transformers' caches."""
+        return 0
+
+    def get_mask_sizes(self, num_queries: int, layer: int = 0) -> tuple[int, int]:
+        """Part of transformers' caches."""
+        return num_queries, 0
+
+    def update(self, keys: Tensor, values: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+        """Part of transformers' caches."""
+        return keys, values
+
+
 class Shown:
     """Which packed token each slot (a position in attention's rows) shows.
 

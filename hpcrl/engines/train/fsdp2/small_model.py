@@ -36,7 +36,7 @@ WIDTHS = {  # pattern of a key -> maximum of its value; the first matching patte
     r"num_(local_)?experts$|n_routed_experts$|zero_expert_num$": EXPERTS,
     r"experts_per_tok(en)?$|^moe_(top_?)?k$|^top_k_experts$": CHOSEN,
     r"d_state$|state_size$": STATE,
-    r"window|local_attention$|chunk_(size|length)$|block_size$|index_topk$|rel_extent$": REACH,
+    r"window|local_attention$|chunk_(size|length)$|block_size$|index_topk$|rel_extent$|floor_scale$": REACH,
     r"topk_blocks$": 2,
     r"index_n_heads$": 16,  # scores are sums of values clipped at zero; with few heads, many scores would be zero
     r"hidden_size_per_layer_input$|ple_embed_dim$": HEAD_DIM,

@@ -1,4 +1,4 @@
-"""Split matrices over ranks, by transformers' tensor-parallel plan for a model (`tp_plan`).
+"""Split matrices over ranks, by transformers' tensor-parallel plan for a model (`tp_plan`) and usual names.
 
 The plan defines which matrices are split by rows (colwise) and which, after them, by columns (rowwise). Outside these
 pairs, each rank has its own tokens (sequence parallelism, arXiv 2205.05198): tokens are gathered before a pair, and its
@@ -6,14 +6,19 @@ results are summed and scattered. So the gradient of every parameter that is not
 holds for norms within a pair (replicated_with_grad_allreduce), for which transformers' own hooks would sum the
 gradients of earlier micro-batches again.
 
+A fused matrix (qkv_proj, gate_up_proj) is stored like any other, by consecutive rows, as exports and checkpoints need
+it. Before each use, ranks exchange rows, so each has its share of every matrix in it. A norm over all heads (OLMo 2)
+exchanges its sums of squares.
+
 Experts are distributed, although the plan splits them: a rank has full experts. Every rank has the full embedding and
 output head, which it applies to its tokens.
 """
 
 from __future__ import annotations
 
+import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,18 +27,27 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hpcrl.engines.train.fsdp2.exchange import Axis, gather_tokens, sum_tokens
+from hpcrl.engines.train.fsdp2.exchange import Axis, gather_tokens, share_of_parts, sum_tokens
+from hpcrl.engines.train.fsdp2.model_kind import decoder_of
 
 EXPERTS = "moe_tp_experts"
-WHOLE = {"replicated_with_grad_allreduce", "embedding_rowwise"}
-_LAYERS = "model.language_model.layers.*"
-ADDED: dict[str, dict[str, str]] = {
-    "qwen3_vl": {f"{_LAYERS}.self_attn.{name}_proj": "colwise" for name in "qkv"}
-    | {f"{_LAYERS}.self_attn.o_proj": "rowwise", f"{_LAYERS}.mlp.down_proj": "rowwise"}
-    | {f"{_LAYERS}.mlp.{name}_proj": "colwise" for name in ("gate", "up")},
-    "qwen3_vl_moe": {f"{_LAYERS}.mlp.experts": EXPERTS},
+STYLES = {
+    **dict.fromkeys(("colwise", "colwise_gather_output"), "colwise"),
+    **dict.fromkeys(("rowwise", "rowwise_split_input"), "rowwise"),
+    EXPERTS: EXPERTS,
 }
-"""Entries of the plans of Qwen3 and Qwen3-MoE that transformers' plans for these model_types lack."""
+"""transformers' styles, and what is done. transformers gathers the results of some matrices, where it splits neither
+norms over all heads nor the parts of fused matrices."""
+WHOLE = {"replicated_with_grad_allreduce", "embedding_rowwise", "mla_kv_a_proj", "all_reduce"}
+USUAL: dict[str, str] = {
+    **{f"self_attn.{name}_proj": "colwise" for name in ("q", "k", "v", "qkv", "q_b", "kv_b", "gate", "g")},
+    **{"self_attn.sinks": "colwise", "self_attn.o_proj": "rowwise"},
+    **{f"mlp.{name}_proj": "colwise" for name in ("gate", "up", "gate_up")},
+    **{"mlp.down_proj": "rowwise", "mlp.experts": EXPERTS},
+}
+"""For matrices with these names that transformers' plan for a family lacks."""
+HEADS = ("num_heads", "num_attention_heads", "num_key_value_heads", "num_kv_heads")
+"""A module's or its config's numbers of heads, of which a rank has a part."""
 
 
 class TensorParallel:
@@ -51,46 +65,86 @@ class TensorParallel:
         self._kind = hf.config.model_type
         modules = dict(hf.named_modules())
         owners: dict[str, set[str]] = {"colwise": set(), "rowwise": set()}
-        for name, style in self._styles(hf):
+        for name, style in list(self._styles(hf)):
+            owner, _, own = name.rpartition(".")
             if style == EXPERTS:
                 self._distribute_experts(name, modules[name])
-            else:
-                self._split(name, modules[name], style)
-                owners[style].add(name.rpartition(".")[0])
+                continue
+            owners[style].add(owner)
+            if name in modules:
+                self._split(name, modules[name], style, modules[owner])
+            else:  # a number for each head
+                self._shrink(owner, modules[owner], own, 0)
         if not self.dims:
             raise self._refusal("transformers has no plan for it")
         if alone := owners["colwise"] ^ owners["rowwise"]:
             raise self._refusal(f"the matrices of {min(alone)} are not split in pairs by transformers' plan")
         for name in owners["colwise"]:
             module: Any = modules[name]
+            self._share_heads(module)
             module.forward = self._with_all_tokens(module.forward)
 
     def _refusal(self, why: str) -> ValueError:
         return ValueError(f"trainer.fsdp2.tensor_parallel={self.axis.size}: {self._kind} cannot be split: {why}")
 
     def _styles(self, hf: PreTrainedModel) -> Iterator[tuple[str, str]]:
-        """(module name, style) of the modules to change."""
-        plan = hf.tp_plan | ADDED.get(self._kind, {})
-        experts = tuple(f"{key}." for key, style in plan.items() if style == EXPERTS)
-        head = next((name for name, module in hf.named_modules() if module is hf.get_output_embeddings()), None)
-        for name, _ in hf.named_modules():
+        """(name, what to do) of the decoder's modules and vectors to change."""
+        plan, decoder = hf.tp_plan, decoder_of(hf)
+        prefix = next(f"{name}." for name, module in hf.named_modules() if module is decoder)
+        names = [prefix + name for name, _ in decoder.named_modules()]
+        vectors = [prefix + name for name, some in decoder.named_parameters() if some.ndim == 1]
+        experts: list[str] = []
+        for name in names + vectors:
             key = re.sub(r"\.\d+(?=\.|$)", ".*", name)
-            style = plan.get(key)
-            if style is None or style in WHOLE or name == head or key.startswith(experts):
+            style = plan.get(key) or USUAL.get(key.removeprefix(f"{prefix}layers.*."))
+            if style is None or style in WHOLE or name.startswith(tuple(experts)):
                 continue
-            if style not in ("colwise", "rowwise", EXPERTS):
+            if style not in STYLES:
                 raise self._refusal(f"{key} is {style} in transformers' plan, which is not supported")
-            yield name, style
+            if style == EXPERTS:
+                experts.append(f"{name}.")
+            yield name, STYLES[style]
 
-    def _split(self, name: str, module: Any, style: str) -> None:
+    def _split(self, name: str, module: Any, style: str, owner: nn.Module) -> None:
+        """Split a matrix of `owner` and, after it, a norm over all heads."""
         if type(module) is not nn.Linear:
             raise self._refusal(f"{name} is not a matrix")
+        parts, width = self._parts(name, module, owner), module.out_features
         self._shrink(name, module, "weight", 0 if style == "colwise" else 1)
-        if style == "colwise":
-            if module.bias is not None:
-                self._shrink(name, module, "bias", 0)
-        else:
+        if style == "rowwise":
             module.forward = self._summed(module)  # type: ignore[method-assign, assignment]
+            return
+        if module.bias is not None:
+            self._shrink(name, module, "bias", 0)
+        if len(parts) > 1:
+            if any(part % self.axis.size for part in parts):
+                raise self._refusal(f"{self.axis.size} does not divide the parts {parts} of {name}")
+            module.forward = self._of_parts(module, parts)  # type: ignore[method-assign, assignment]
+        norm: Any = getattr(owner, f"{name.rpartition('.')[2].removesuffix('_proj')}_norm", None)
+        if norm is not None and norm.weight.numel() == width:
+            is_vector = norm.weight.ndim == 1
+            self._shrink(f"{name.removesuffix('_proj')}_norm", norm, "weight", 0)
+            if is_vector:
+                norm.forward = self._over_all_heads(name, norm)
+
+    def _parts(self, name: str, module: nn.Linear, owner: Any) -> list[int]:
+        """Rows of each of the matrices that transformers fuses into this one."""
+        if name.endswith(".gate_up_proj"):
+            return [module.out_features // 2] * 2
+        if not name.endswith(".qkv_proj"):
+            return [module.out_features]
+        if not hasattr(owner, "config") or not hasattr(owner, "head_dim"):
+            raise self._refusal(f"the parts of {name} are not known")
+        keys = owner.config.num_key_value_heads * owner.head_dim
+        return [module.out_features - 2 * keys, keys, keys]
+
+    def _share_heads(self, module: Any) -> None:
+        """A rank's numbers of heads, for modules whose forward uses them."""
+        for name in HEADS:
+            if isinstance(count := getattr(module, name, None), int) and count % self.axis.size == 0:
+                setattr(module, name, count // self.axis.size)
+        if hasattr(module, "config"):
+            module.config = ConfigOfRank(module.config, self.axis.size)
 
     def _shrink(self, owner: str, module: nn.Module, key: str, dim: int) -> None:
         whole = module.get_parameter(key)
@@ -102,8 +156,10 @@ class TensorParallel:
         self.dims[f"{owner}.{key}"] = dim
 
     def _distribute_experts(self, name: str, module: Any) -> None:
-        if not hasattr(module, "num_experts"):
-            raise self._refusal(f"{name} has another form of experts than Qwen3-MoE")
+        given = inspect.signature(module.forward).parameters.values()
+        count = sum(some.kind is some.POSITIONAL_OR_KEYWORD for some in given)
+        if not hasattr(module, "num_experts") or count != 3:
+            return  # of another form than Qwen3-MoE's; every rank has all of them
         for key, _ in list(module.named_parameters(recurse=False)):
             self._shrink(name, module, key, 0)
         module.num_experts //= self.axis.size
@@ -142,6 +198,30 @@ class TensorParallel:
 
         return run
 
+    def _of_parts(self, module: nn.Linear, parts: Sequence[int]) -> Callable[[Tensor], Tensor]:
+        """The forward of a fused matrix, of which a rank holds consecutive rows, as of every other, and uses rows of
+        each part."""
+
+        def run(inputs: Tensor) -> Tensor:
+            bias = None if module.bias is None else share_of_parts(module.bias, parts, self.axis)
+            return F.linear(inputs, share_of_parts(module.weight, parts, self.axis), bias)
+
+        return run
+
+    def _over_all_heads(self, name: str, norm: Any) -> Callable[[Tensor], Tensor]:
+        """The forward of a root-mean-square norm over a width of which a rank has a part."""
+        forward, eps = norm.forward, getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+        if eps is None:
+            raise self._refusal(f"the norm after {name} is over all heads and has no epsilon")
+
+        def run(own: Tensor) -> Tensor:
+            square = own.float().square().mean(-1, keepdim=True)
+            of_all = self._gathered(self._sum(square / self.axis.size))
+            ratio = ((square + eps) / (of_all + eps)).sqrt()
+            return (forward(own) * ratio).to(own.dtype)
+
+        return run
+
     def _with_own_experts(self, forward: Callable[..., Tensor], count: int) -> Callable[..., Tensor]:
         """The forward of experts on a rank that has `count` of them. It gets states [tokens, width], and the chosen
         experts and their weights [tokens, k]."""
@@ -157,3 +237,14 @@ class TensorParallel:
             return self._sum(torch.zeros_like(states).index_add(0, token, results))
 
         return run
+
+
+class ConfigOfRank:
+    """A transformers config with a rank's numbers of heads."""
+
+    def __init__(self, config: Any, size: int):
+        self._config, self._size = config, size
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self.__dict__["_config"], name)
+        return value // self._size if name in HEADS and isinstance(value, int) else value
