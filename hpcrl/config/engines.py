@@ -9,6 +9,7 @@ from pydantic import AfterValidator, Field
 from hpcrl.config.part_names import own_section
 from hpcrl.spec.fields import NUMBER, Natural, NonNegative, Positive, PositiveFloat, Section, Share
 from hpcrl.spec.freeze import freezable
+from hpcrl.spec.lora import matched, regular
 from hpcrl.spec.tables import GEN_ENGINES, TRAIN_ENGINES
 
 S = TypeVar("S", bound=Section)
@@ -21,6 +22,14 @@ class LoRAConfig(Section):
     """Rank of the adapters; 0: train all weights."""
     alpha: PositiveFloat = 32.0
     """The product of an adapter's two matrices is multiplied by alpha / rank."""
+    rank_pattern: dict[Annotated[str, AfterValidator(regular)], Annotated[int, Field(ge=1, le=512), NUMBER]] = {}
+    """Ranks of some layers, by a regular expression for the end of their names ({k_proj: 4, "layers.0.mlp.*": 64}); the
+    first that matches counts, as in peft."""
+    alpha_pattern: dict[Annotated[str, AfterValidator(regular)], PositiveFloat] = {}
+    """Values of alpha of some layers, as in rank_pattern. A layer's scale is its alpha / its rank."""
+    dropout: Annotated[float, Field(ge=0, lt=1), NUMBER] = 0.0
+    """Share of an adapter's inputs that is set to 0 in a training step; the rest is divided by 1 - dropout. Log-probs
+    are computed without dropout. The draws depend on seed, step, micro-batch and rank only."""
     target_modules: Annotated[list[str], Field(min_length=1)] | None = None
     """Last parts of the names of linear layers that get an adapter ([q_proj, v_proj]); null: all linear layers of
     `parts`. The embedding, the vocabulary projection, and a mixture's routers and experts never get an adapter."""
@@ -28,10 +37,18 @@ class LoRAConfig(Section):
     """Parts of the model that get adapters. vision: the vision tower without its merger; merger: the layers between
     tower and decoder. All other weights are frozen."""
 
+    def rank_of(self, module: str) -> int:
+        """The rank of a layer's adapter."""
+        return matched(self.rank_pattern, module, self.rank)
+
+    def scale_of(self, module: str) -> float:
+        """A layer's alpha / rank."""
+        return matched(self.alpha_pattern, module, self.alpha) / self.rank_of(module)
+
     @property
-    def scale(self) -> float:
-        """alpha / rank."""
-        return self.alpha / self.rank
+    def max_rank(self) -> int:
+        """The largest rank that a layer can have."""
+        return max([self.rank, *self.rank_pattern.values()])
 
 
 class TrainerConfig(Section):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
-from hpcrl.config.engines import TrainerConfig
+from hpcrl.config.engines import LoRAConfig, TrainerConfig
 from hpcrl.config.rollout import DomainRolloutConfig
 from hpcrl.config.scalar_heads import CriticConfig
 from hpcrl.config.schema import Config
@@ -110,7 +110,7 @@ def _unread_of_sections(config: Config) -> Iterator[tuple[Path, Path, str]]:
         if config.eval_every:
             yield ("eval_every",), ("data", "val"), "data.val is null, so there is nothing to evaluate on"
     if not config.trainer.lora.rank:
-        for key in ("alpha", "target_modules", "parts"):
+        for key in [name for name in LoRAConfig.model_fields if name != "rank"]:
             yield ("trainer", "lora", key), ("trainer", "lora", "rank"), "trainer.lora.rank is 0"
 
 

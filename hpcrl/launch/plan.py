@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from hpcrl.cluster.layout import RoleLayout
-from hpcrl.config import Config, DataConfig
+from hpcrl.config import Config, DataConfig, LoRAConfig
 from hpcrl.config.abilities import chosen
 from hpcrl.launch.frozen import described
 from hpcrl.launch.machine import device_row, machine_notes
@@ -201,7 +201,7 @@ def _model(config: Config, model: ModelFolder | None, shape: ModelShape | None) 
         count += f", {_count(shape.num_active)} active"
     if config.lora is not None:
         learnt = _count(trained(config, shape).num_parameters) if shape is not None else "some"
-        count += f", frozen; {learnt} in adapters of rank {config.lora.rank} are trained"
+        count += f", frozen; {learnt} in adapters of rank {_ranks(config.lora)} are trained"
     if model is None:
         tiny = config.model.tiny
         return (
@@ -209,6 +209,11 @@ def _model(config: Config, model: ModelFolder | None, shape: ModelShape | None) 
             f"random weights, created in the run folder, {_types(config)}"
         )
     return f"{model.path} ({model.model_type}, {count}), {_types(config)}"
+
+
+def _ranks(lora: LoRAConfig) -> str:
+    ranks = sorted({lora.rank, *lora.rank_pattern.values()})
+    return f"{ranks[0]} to {ranks[-1]}" if len(ranks) > 1 else str(ranks[0])
 
 
 def _types(config: Config) -> str:

@@ -10,7 +10,7 @@ from hpcrl.config import Config, LoRAConfig, Problem
 from hpcrl.models.shape import ModelShape, Parameter
 from hpcrl.models.tower import PREFIX, part_of
 from hpcrl.spec import freeze
-from hpcrl.spec.lora import A, B, matches, unknown
+from hpcrl.spec.lora import A, B, matches, unknown, unmatched
 
 HEAD = "lm_head.weight"
 ROUTER = re.compile(r"\.(gate|router)\.[^.]+$")
@@ -32,7 +32,8 @@ def adapters(lora: LoRAConfig | None, shape: ModelShape) -> list[Parameter]:
     for parameter in _linear(lora, shape):
         module, (rows, columns) = parameter.name.removesuffix(".weight"), parameter.shape
         if matches(module, lora.target_modules):
-            for suffix, sizes in ((A, (lora.rank, columns)), (B, (rows, lora.rank))):
+            rank = lora.rank_of(module)
+            for suffix, sizes in ((A, (rank, columns)), (B, (rows, rank))):
                 found.append(Parameter(module + suffix, sizes, "whole", parameter.layer, parameter.block))
     return found
 
@@ -104,3 +105,8 @@ def check_targets(config: Config, shape: ModelShape) -> Iterator[Problem]:
     modules = [p.name.removesuffix(".weight") for p in _linear(config.lora, shape)]
     if text := unknown(config.lora.target_modules, modules):
         yield Problem(("trainer", "lora", "target_modules"), text, (("model",),))
+        return
+    modules = [name for name in modules if matches(name, config.lora.target_modules)]
+    for key in ("rank_pattern", "alpha_pattern"):
+        if text := unmatched(key, getattr(config.lora, key), modules):
+            yield Problem(("trainer", "lora", key), text, (("model",),))

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from pydantic_core import PydanticCustomError
+
+T = TypeVar("T")
 
 A, B = ".lora_A.weight", ".lora_B.weight"
 """Suffixes that replace `.weight` in the names of an adapter's matrices [rank, in] and [out, rank]."""
@@ -21,6 +27,28 @@ def adapted(name: str) -> str:
 def matches(module: str, targets: Sequence[str] | None) -> bool:
     """Whether a linear layer is one of trainer.lora.target_modules."""
     return targets is None or module.rpartition(".")[2] in targets
+
+
+def regular(pattern: Any) -> Any:
+    """A key of trainer.lora.rank_pattern or alpha_pattern; other texts raise an error."""
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise PydanticCustomError("not_regular", "expected a regular expression ({why})", {"why": str(error)}) from None
+    return pattern
+
+
+def matched(patterns: Mapping[str, T], module: str, default: T) -> T:
+    """The value of the first pattern that matches a module's name, or its end from a dot on, as in peft."""
+    return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), default)
+
+
+def unmatched(key: str, patterns: Iterable[str], modules: Sequence[str]) -> str:
+    """The problem of trainer.lora.rank_pattern or alpha_pattern in a model with adapters of these layers; empty if
+    there is none."""
+    idle = [pattern for pattern in patterns if not any(matched({pattern: True}, name, False) for name in modules)]
+    example = f"; their names are as {modules[-1]}" if modules else ""
+    return f"trainer.lora.{key}: {', '.join(idle)}: no layer with an adapter is named so{example}" if idle else ""
 
 
 def unknown(targets: Sequence[str] | None, modules: Sequence[str]) -> str:

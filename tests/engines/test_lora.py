@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import json
 import pickle
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,15 +19,17 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from hpcrl.algorithms.interface import Outputs
-from hpcrl.config import LoRAConfig, TrainerConfig
+from hpcrl.config import LoRAConfig, TrainerConfig, parse
+from hpcrl.config.reading import ConfigError
 from hpcrl.convert.__main__ import main as convert
 from hpcrl.engines.gen.generation_engine import GenEngine, Output, Request, SamplingParams
 from hpcrl.engines.gen.native.engine import NativeEngine
 from hpcrl.engines.train.fsdp2 import engine as fsdp2
 from hpcrl.engines.train.fsdp2.engine import FSDP2Engine
+from hpcrl.engines.train.fsdp2.lora import dropout_mask
 from hpcrl.engines.train.fsdp2.spec import FSDP2Config
 from hpcrl.models.families import read_shape
-from hpcrl.planner.adapters import adapters
+from hpcrl.planner.adapters import adapters, check_targets
 from hpcrl.rollout.batch import Batch, batch_from_samples
 from hpcrl.rollout.types import FinishReason, Sample
 from hpcrl.workers.one_process import OneProcess
@@ -39,7 +42,9 @@ from tests.engines.worlds import Weighted, make_batch, make_model_folder, norms_
 pytestmark = pytest.mark.numerics
 
 LENGTHS = (9, 21, 4, 14)
-LORA = LoRAConfig(rank=4, alpha=6.0)
+LORA = LoRAConfig(
+    rank=4, alpha=6.0, rank_pattern={r"layers\.1\..*": 2}, alpha_pattern={r"model\.layers\.0\.self_attn.*": 9.0}
+)
 
 
 def engine(folder: Path, *, dtype: torch.dtype = torch.float32, seed: int = 0, **config: Any) -> FSDP2Engine:
@@ -114,6 +119,86 @@ def test_gradients_match_peft(family: str, lora: dict[str, Any], tmp_path: Path,
     save_file(state, tmp_path / "out" / "adapter" / "adapter_model.safetensors")
     other, theirs = peft_results(folder, tmp_path / "out" / "adapter", batch)
     assert (other - want).abs().max() > 1e-4 and worst_difference(mine, theirs) > 1e-4
+
+
+class _Mask(torch.nn.Module):
+    """peft's dropout with this package's draws."""
+
+    def __init__(self, number: int, share: float):
+        super().__init__()
+        self.number, self.share, self.step, self.row = number, share, 0, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * dropout_mask(x[0], self.share, (3, self.step, self.row, 0, self.number))
+
+
+def test_dropout_is_pefts_and_depends_on_seed_step_and_micro_batch(tmp_path: Path, world_of_one: None) -> None:
+    """Gradients are those of peft with the same draws; log-probs have no dropout; a resumed run draws the same."""
+    peft = pytest.importorskip("peft")
+    folder, batch = make_model_folder("qwen2", tmp_path / "model"), make_batch(LENGTHS)
+    lora = LORA.model_copy(update={"dropout": 0.3})
+    own: dict[str, Any] = {"lora": lora, "packing": "off", "seed": 3}
+    trainer, plain = engine(folder, **own), engine(folder, **own | {"lora": LORA})
+    for each in (trainer, plain):
+        step(each, batch)
+    assert not torch.equal(dict(trainer.named_weights())[SOME], dict(plain.named_weights())[SOME])
+    trainer.export_hf(tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "adapter" / "adapter_config.json").read_text())["lora_dropout"] == 0.3
+    want, _ = peft_results(tmp_path / "out", None, batch)
+    got, mine = results(trainer, batch)
+    assert (got - want).abs().max() < 2e-5
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
+    model = peft.PeftModel.from_pretrained(model, tmp_path / "out" / "adapter", is_trainable=True)
+    layers = [module for module in model.modules() if hasattr(module, "lora_dropout")]
+    masks = [_Mask(number, 0.3) for number in range(len(layers))]
+    for layer, mask in zip(layers, masks, strict=True):
+        layer.lora_dropout["default"] = mask
+    pieces = []
+    for row, tokens in enumerate(batch.token_ids.split(batch.lengths.tolist())):
+        for mask in masks:
+            mask.step, mask.row = 1, row
+        log_p = model(tokens[None]).logits[0, :-1].log_softmax(-1)
+        pieces.append(torch.cat([log_p.new_zeros(1), log_p.gather(1, tokens[1:, None])[:, 0]]))
+    Weighted().loss(Outputs(torch.cat(pieces) * batch.loss_mask, None), batch, norms_of(batch))[0].backward()
+    named = ((n.removeprefix("base_model.model.").replace(".default", ""), p) for n, p in model.named_parameters())
+    assert worst_difference(mine, {name: p.grad for name, p in named if p.grad is not None}) < 1e-5
+    state = tmp_path / "state"
+    state.mkdir()
+    write_files(state, trainer.snapshot())
+    resumed, recomputing = engine(folder, **own), engine(folder, **own, activation_checkpointing=True)
+    for each in (resumed, recomputing):
+        assert each.load(state) == []
+        assert worst_difference(results(each, batch)[1], mine) < 1e-6
+    assert worst_difference(mine, results(engine(folder, **own | {"seed": 4}), batch)[1]) > 1e-3
+
+
+SOME = "model.layers.0.self_attn.q_proj.lora_B.weight"
+
+
+def test_patterns_must_match_adapters(tmp_path: Path, world_of_one: None) -> None:
+    folder = make_model_folder("qwen2", tmp_path / "model")
+    shape = read_shape(json.loads((folder / "config.json").read_text()))
+    for key, lora in {
+        "rank_pattern": {"rank_pattern": {"q_proj": 2, "k_prj": 3}},
+        "alpha_pattern": {"alpha_pattern": {"up_proj": 2.0, "k_prj": 3}, "target_modules": ["up_proj"]},
+    }.items():
+        expected = (
+            f"trainer.lora.{key}: k_prj: no layer with an adapter is named so; their names are as model.layers.1."
+        )
+        [problem] = check_targets(parse({"trainer": {"lora": {"rank": 4, **lora}}}), shape)
+        assert problem.text.startswith(expected)
+        with pytest.raises(ValueError, match=re.escape(expected)):
+            engine(folder, lora={"rank": 4, **lora})
+    for lora, expected in (
+        ({"rank_pattern": {"q_proj[": 2}}, "expected a regular expression (unterminated character set at position 6)"),
+        ({"rank_pattern": {"q_proj": 0}}, "trainer.lora.rank_pattern.q_proj: "),
+        ({"dropout": 1.0}, "trainer.lora.dropout: "),
+        ({"use_rslora": True}, "trainer.lora.use_rslora: unknown key"),
+        ({"use_dora": True}, "trainer.lora.use_dora: unknown key"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            parse({"trainer": {"lora": {"rank": 4, **lora}}})
+        assert any(expected in line for line in caught.value.problems), caught.value.problems
 
 
 @pytest.mark.slow

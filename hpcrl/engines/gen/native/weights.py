@@ -241,7 +241,8 @@ class FusedWeights:
         if lora is None or "decoder" not in lora.parts or not matches(name, lora.target_modules):
             return
         rows, inputs = part.shape
-        found = LowRank(columns, self._empty(lora.rank, inputs), self._empty(rows, lora.rank), lora.scale)
+        rank = lora.rank_of(name)
+        found = LowRank(columns, self._empty(rank, inputs), self._empty(rows, rank), lora.scale_of(name))
         self._target(name + A, found.first)
         self._target(name + B, found.second, rotary_heads=rotary_heads)
         adapters.append(found)
@@ -250,10 +251,11 @@ class FusedWeights:
         """Add adapters to the linear layers of the tower's parts, and their targets."""
         for name, module in tower.named_modules(prefix=TOWER.rstrip(".")):
             if isinstance(module, nn.Linear) and part_of(name) in lora.parts and matches(name, lora.target_modules):
-                first, second = self._empty(lora.rank, module.in_features), self._empty(module.out_features, lora.rank)
+                rank = lora.rank_of(name)
+                first, second = self._empty(rank, module.in_features), self._empty(module.out_features, rank)
                 self._target(name + A, first)
                 self._target(name + B, second)
-                module.register_forward_hook(functools.partial(_add_low_rank, first, second, lora.scale))
+                module.register_forward_hook(functools.partial(_add_low_rank, first, second, lora.scale_of(name)))
 
     def _norm(self, name: str, *shape: int) -> Tensor:
         """[H] or `shape`: the factors of a norm, which in Gemma's families are weight + 1 in float32."""

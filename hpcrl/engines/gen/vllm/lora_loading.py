@@ -13,7 +13,7 @@ from hpcrl.models.families import read_shape
 from hpcrl.models.shape import ModelShape
 from hpcrl.models.tower import PREFIX
 from hpcrl.planner.adapters import adapters
-from hpcrl.spec.lora import adapted
+from hpcrl.spec.lora import B, adapted
 
 NUMBER = 1
 """Number of the only adapter; vLLM identifies adapters by numbers above 0."""
@@ -33,7 +33,7 @@ def arguments(lora: LoRAConfig, model_path: Path) -> dict[str, Any]:
         "enable_tower_connector_lora": _in_tower(lora),
         "max_loras": 1,
         "max_cpu_loras": 1,
-        "max_lora_rank": next(size for size in sizes if size >= lora.rank),
+        "max_lora_rank": next(size for size in sizes if size >= lora.max_rank),
         # Without this list, vLLM would also wrap the vocabulary's matrices and experts.
         "lora_target_modules": _targets(lora, shape),
     }
@@ -77,10 +77,11 @@ class Adapter:
 
         manager = self._runner.lora_manager._adapter_manager
         mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
+        scales = {name: self._lora.scale_of(adapted(name).removesuffix(".weight")) for name in tensors}
         loaded = LoRAModel.from_lora_tensors(
             NUMBER,
-            tensors,
-            PEFTHelper(r=self._lora.rank, lora_alpha=self._lora.alpha, target_modules=[]),
+            {name: tensor * scales[name] if name.endswith(B) else tensor for name, tensor in tensors.items()},
+            PEFTHelper(r=1, lora_alpha=1, target_modules=[]),  # each layer's scale is in its second matrix
             device=str(self._runner.device),
             dtype=manager.lora_config.lora_dtype,
             weights_mapper=mapper.get_rename_mapper() if mapper is not None else None,

@@ -374,21 +374,33 @@ class FSDP2Engine:
         for number, rows in enumerate(split):
             if self.sharded:
                 self._prepare_backward(is_last=number == len(split) - 1)
-            micro_batch = batch.select(rows)
-            outputs = self._outputs(micro_batch, objective)
-            computed = (outputs.logprobs, outputs.entropy, outputs.values)  # every rank runs the same backward pass
-            loss: Any = sum(some.sum() for some in computed if some is not None and some.requires_grad)  # no rows: zero
-            if rows:
-                anchor = 0.0 * loss  # keeps the graph even if the objective drops masked tokens
-                loss, stats = objective.loss(outputs, micro_batch.to(self.device), norms)
-                loss = loss + anchor
-                collected.append(stats)
-            self._backward(loss)
+            with self._dropping(number):
+                collected += self._train_on(batch.select(rows), objective, norms)
         while self._sums:
             parameter, total = self._sums.popitem()
             parameter.grad = total.to(parameter.dtype)
         self._sum_over_tensor_ranks()
         return merge(collected)
+
+    def _train_on(self, micro_batch: Batch, objective: Objective, norms: Norms) -> list[Stats]:
+        """Forward and backward pass; the stats of the loss, if the micro-batch has rows."""
+        collected: list[Stats] = []
+        outputs = self._outputs(micro_batch, objective)
+        computed = (outputs.logprobs, outputs.entropy, outputs.values)  # every rank runs the same backward pass
+        loss: Any = sum(some.sum() for some in computed if some is not None and some.requires_grad)  # no rows: zero
+        if micro_batch.num_sequences:
+            anchor = 0.0 * loss  # keeps the graph even if the objective drops masked tokens
+            loss, stats = objective.loss(outputs, micro_batch.to(self.device), norms)
+            loss = loss + anchor
+            collected.append(stats)
+        self._backward(loss)
+        return collected
+
+    def _dropping(self, micro_batch: int) -> contextlib.AbstractContextManager[None]:
+        """Context in which adapters drop inputs, if trainer.lora.dropout is above 0."""
+        if self.lora is None:
+            return contextlib.nullcontext()
+        return self.lora.dropping(self.optimizer_step, micro_batch, self.mesh.rank)
 
     def _backward(self, loss: Tensor) -> None:
         loss.backward()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -18,10 +19,17 @@ from transformers import PreTrainedModel
 from hpcrl.config import LoRAConfig
 from hpcrl.models.families import family_of
 from hpcrl.models.tower import part_of
-from hpcrl.spec.lora import A, B, adapted, is_adapter, matches, unknown
+from hpcrl.spec.lora import A, B, adapted, is_adapter, matches, unknown, unmatched
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 """The files of an adapter in peft's layout."""
+
+
+def dropout_mask(x: Tensor, share: float, draw: Sequence[int]) -> Tensor:
+    """0 for this share of x's numbers, and 1 / (1 - share) for the others, drawn from these numbers."""
+    number = hashlib.blake2b(repr(tuple(draw)).encode(), digest_size=8).digest()
+    generator = torch.Generator(x.device).manual_seed(int.from_bytes(number) >> 1)
+    return torch.empty_like(x).bernoulli_(1 - share, generator=generator).div_(1 - share)
 
 
 class Adapters:
@@ -30,6 +38,8 @@ class Adapters:
     def __init__(self, config: LoRAConfig):
         self.config = config
         self._on = True
+        self._seed = 0
+        self._draw: tuple[int, ...] | None = None
 
     def add(self, hf: PreTrainedModel, dtype: torch.dtype, seed: int) -> PreTrainedModel:
         """Freeze the model, and add adapters of this dtype whose product is zero. ValueError if a target is not a
@@ -39,10 +49,13 @@ class Adapters:
         if text := unknown(self.config.target_modules, list(linear)):
             raise ValueError(text)
         self._check_readable(hf.config.get_text_config().model_type, list(linear))
-        generator = torch.Generator().manual_seed(seed)
-        for name, module in linear.items():
-            if matches(name, self.config.target_modules):
-                self._add(module, dtype, generator)
+        generator, self._seed = torch.Generator().manual_seed(seed), seed
+        linear = {name: module for name, module in linear.items() if matches(name, self.config.target_modules)}
+        for key in ("rank_pattern", "alpha_pattern"):
+            if text := unmatched(key, getattr(self.config, key), list(linear)):
+                raise ValueError(text)
+        for number, (name, module) in enumerate(linear.items()):
+            self._add(name, number, module, dtype, generator)
         return hf
 
     def _linear_layers(self, hf: PreTrainedModel) -> dict[str, nn.Linear]:
@@ -70,9 +83,9 @@ class Adapters:
                 f"experts, so it would not load the adapters; use [{others}]"
             )
 
-    def _add(self, linear: nn.Linear, dtype: torch.dtype, generator: torch.Generator) -> None:
+    def _add(self, name: str, number: int, linear: nn.Linear, dtype: torch.dtype, generator: torch.Generator) -> None:
         """Add an adapter with peft's initialisation: A is uniform within 1 / sqrt(in), B is zero."""
-        rank, device = self.config.rank, linear.weight.device
+        rank, device = self.config.rank_of(name), linear.weight.device
         first = nn.Linear(linear.in_features, rank, bias=False, device="meta")
         bound = linear.in_features**-0.5
         drawn = torch.empty(rank, linear.in_features).uniform_(-bound, bound, generator=generator)
@@ -80,14 +93,30 @@ class Adapters:
         second = nn.Linear(rank, linear.out_features, bias=False, device="meta")
         second.weight = nn.Parameter(torch.zeros(linear.out_features, rank, device=device, dtype=dtype))
         linear.lora_A, linear.lora_B = first, second
-        linear.forward = functools.partial(self._forward, linear)  # type: ignore[method-assign]
+        scale = self.config.scale_of(name)
+        linear.forward = functools.partial(self._forward, linear, number, scale)  # type: ignore[method-assign]
 
-    def _forward(self, linear: nn.Linear, x: Tensor) -> Tensor:
+    def _forward(self, linear: nn.Linear, number: int, scale: float, x: Tensor) -> Tensor:
         result = F.linear(x, linear.weight, linear.bias)
         if not self._on:
             return result
         first, second = (cast(nn.Linear, part).weight.to(x.dtype) for part in (linear.lora_A, linear.lora_B))
-        return result + self.config.scale * F.linear(F.linear(x, first), second)
+        return result + scale * F.linear(F.linear(self._dropped(x, number), first), second)
+
+    def _dropped(self, x: Tensor, number: int) -> Tensor:
+        """The input of the adapter with this number after dropout. A recomputed forward pass draws the same again."""
+        if self._draw is None or not self.config.dropout:
+            return x
+        return x * dropout_mask(x, self.config.dropout, (self._seed, *self._draw, number))
+
+    @contextlib.contextmanager
+    def dropping(self, *draw: int) -> Iterator[None]:
+        """Context with dropout, whose draws depend on these numbers, the seed and the adapter."""
+        self._draw = draw
+        try:
+            yield
+        finally:
+            self._draw = None
 
     @contextlib.contextmanager
     def off(self) -> Iterator[None]:
@@ -105,7 +134,8 @@ class Adapters:
         for name in (name for name in weights if name.endswith(A)):
             first, second, matrix = weights[name], weights[name.removesuffix(A) + B], found[adapted(name)]
             product = second.float() @ first.float()
-            found[adapted(name)] = (matrix.float() + self.config.scale * product).to(first.dtype)
+            scale = self.config.scale_of(name.removesuffix(A))
+            found[adapted(name)] = (matrix.float() + scale * product).to(first.dtype)
         return found
 
     def write(self, weights: Mapping[str, Tensor], base: Path, folder: Path) -> None:
@@ -120,7 +150,9 @@ class Adapters:
             "r": self.config.rank,
             "lora_alpha": self.config.alpha,
             "target_modules": sorted({adapted(name).removesuffix(".weight") for name in own}),
-            "lora_dropout": 0.0,
+            "lora_dropout": self.config.dropout,
+            "rank_pattern": self.config.rank_pattern,
+            "alpha_pattern": self.config.alpha_pattern,
             "bias": "none",
             "inference_mode": True,
         }
