@@ -101,16 +101,32 @@ def shares_weights(config: Config, layout: RoleLayout) -> bool:
 def token_bytes(config: Config, shape: ModelShape) -> int:
     """Bytes of one token's KV cache on one rank. If there are more ranks than key and value heads, several ranks hold
     the same head. Every rank holds all latents."""
+    if shape.caches:
+        keys, latents = sum(cache.keys for cache in shape.caches), sum(cache.latents for cache in shape.caches)
+        ranks = min(config.layout.generator.tensor_parallel, shape.num_kv_heads)
+        return (-(-keys // ranks) + latents) * BYTES[config.generator.dtype]
     if shape.latent is not None:
         return shape.num_layers * (shape.latent.rank + shape.latent.rope) * BYTES[config.generator.dtype]
     heads = -(-shape.num_kv_heads // config.layout.generator.tensor_parallel)
     return 2 * shape.num_layers * heads * shape.head_dim * BYTES[config.generator.dtype]
 
 
+def state_bytes(config: Config, shape: ModelShape) -> int:
+    """Bytes of one sequence's recurrent states and last inputs of convolutions on one rank, whatever its length."""
+    per_number = BYTES[config.generator.dtype]
+    kept = sum(cache.state * FP32 + cache.convolved * per_number for cache in shape.caches)
+    return -(-kept // config.layout.generator.tensor_parallel)
+
+
+def response_bytes(config: Config, shape: ModelShape) -> int:
+    """Bytes of a sequence of maximum length in the cache of one rank."""
+    return token_bytes(config, shape) * config.max_sequence_tokens + state_bytes(config, shape)
+
+
 def paged_cache(config: Config, shape: ModelShape) -> tuple[int, int]:
     """The `plan` of an engine with a paged cache in free memory: bytes for all slots at full length, and the minimum
     bytes, for one slot."""
-    longest = token_bytes(config, shape) * config.max_sequence_tokens
+    longest = response_bytes(config, shape)
     return longest * config.generator.max_num_seqs, longest
 
 
