@@ -5,6 +5,7 @@ Used for families whose parameters hpcrl does not list itself. The first call im
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import re
@@ -20,6 +21,7 @@ from hpcrl.models.shape import (
     ModelShape,
     Parameter,
     ParameterSplit,
+    Source,
     decoder_keys,
     wrong_size,
 )
@@ -56,41 +58,49 @@ def built_shape(config: Mapping[str, Any], sees: bool = False) -> ModelShape:
     for key in CHECKED:
         if keys.get(key) is not None and (wrong := wrong_size(key, keys[key])):
             raise CannotPlanError(f"{key} in config.json is {wrong}")
-    return _built(json.dumps({k: v for k, v in config.items() if k != "quantization_config"}, sort_keys=True), sees)
+    text = json.dumps({k: v for k, v in config.items() if k != "quantization_config"}, sort_keys=True)
+    return _built(Source(text, sees))
 
 
 @functools.lru_cache(maxsize=32)
-def _built(config: str, sees: bool) -> ModelShape:
-    return _read(empty_model(config, sees))
+def _built(source: Source) -> ModelShape:
+    return _read(empty_model(source), source)
 
 
-def empty_model(config: str, sees: bool) -> Any:
-    """The model of a config.json (as text) on the meta device. CannotPlanError as above."""
-    content = json.loads(config)
+def empty_model(source: Source, dtype: str = "bfloat16") -> Any:
+    """The model on the meta device. CannotPlanError as above."""
+    content = json.loads(source.config)
     name = content.get("model_type")
     try:
         import torch
         from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-        from transformers.utils import logging
     except ImportError as error:
         raise CannotPlanError(f"model_type {name!r} needs transformers to be planned: {error}") from None
     if name not in CONFIG_MAPPING:
         raise CannotPlanError(f"its parameters are not known for model_type {name!r}, which transformers does not have")
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity(logging.CRITICAL)
     try:
-        parsed = CONFIG_MAPPING[name].from_dict(content)
-        with torch.device("meta"):
-            model = (AutoModelForImageTextToText if sees else AutoModelForCausalLM).from_config(
-                parsed, dtype=torch.bfloat16
-            )
+        with quiet(), torch.device("meta"):
+            parsed = CONFIG_MAPPING[name].from_dict(content)
+            kind = AutoModelForImageTextToText if source.sees else AutoModelForCausalLM
+            model = kind.from_config(parsed, dtype=getattr(torch, dtype))
     except Exception as error:  # from the config's or the model's own code
         text = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         raise CannotPlanError(f"transformers cannot build a model of this config.json ({name}): {text}") from error
+    return model
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Silence transformers' warnings, such as about kernels that are not installed."""
+    from transformers.utils import logging
+
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity(logging.CRITICAL)
+    try:
+        yield
     finally:
         logging.set_verbosity(verbosity)
-    return model
 
 
 def decoder_layers(model: Any) -> tuple[str, Any]:
@@ -108,7 +118,7 @@ def decoder_layers(model: Any) -> tuple[str, Any]:
     return max(lists, key=lambda each: len(each[1]))
 
 
-def _read(model: Any) -> ModelShape:
+def _read(model: Any, source: Source) -> ModelShape:
     text = model.config.get_text_config(decoder=True)
     prefix, layers = decoder_layers(model)
     heads = _int(text, "num_attention_heads", default=1)
@@ -145,7 +155,7 @@ def _read(model: Any) -> ModelShape:
         shared_size=max((p.shape[-1] for p in parameters if SHARED.search(p.name)), default=0),
         caches=tuple(_cache(layer, kv_heads) for layer in layers),
         linear=frozenset(f"{name}.weight" for name, module in model.named_modules() if _is_linear(module)),
-        built=True,
+        source=source,
     )
 
 

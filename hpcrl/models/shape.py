@@ -99,6 +99,14 @@ class Latent:
 
 
 @dataclass(frozen=True)
+class Source:
+    """The text of a config.json, and whether the model is built with its vision tower."""
+
+    config: str
+    sees: bool
+
+
+@dataclass(frozen=True)
 class LayerCache:
     """What a generator keeps of one layer for each sequence, in numbers."""
 
@@ -144,8 +152,8 @@ class ModelShape:
     """Of each layer; empty if all layers have keys and values of key_size, or the latents of `latent`."""
     linear: frozenset[str] | None = None
     """Names of all linear layers' matrices; None if they are those with a split in `parameters`."""
-    built: bool = False
-    """Whether transformers built the model (hpcrl.models.from_transformers)."""
+    source: Source | None = None
+    """From what transformers built the model (hpcrl.models.from_transformers); None if the family's file lists it."""
 
     @cached_property
     def splits(self) -> dict[str, ParameterSplit]:

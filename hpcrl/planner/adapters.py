@@ -48,6 +48,8 @@ def frozen(config: Config, shape: ModelShape) -> ModelShape:
     if config.lora is not None:
         return shape
     parts = config.trainer.freeze
+    if not parts:
+        return replace(shape, parameters=())
     return replace(
         shape, parameters=tuple(p for p in shape.parameters if p.name.startswith(PREFIX) and part_of(p.name) in parts)
     )

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator
 
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.comm.weight_plan import BUCKET_BYTES, ITEM_BYTES
 from hpcrl.config import Config, RoleName
-from hpcrl.models.shape import ModelShape
+from hpcrl.models.shape import ModelShape, Parameter
 from hpcrl.planner.activations import FP32
 from hpcrl.planner.adapters import adapters, trained
 from hpcrl.planner.image_memory import (
@@ -26,6 +27,7 @@ from hpcrl.spec.weight_layout import count
 
 PREFILL_TOKENS = 4096
 """Equal to PREFILL_TOKENS in engines/gen/native/engine.py."""
+NUMBER = re.compile(r"\.\d+\.")
 LOGIT_COPIES = 3  # logits, probabilities, their cumulative sum; on a GPU also the probabilities as integers
 TRUNCATED_COPIES = 8  # as above, with the copies that top-k, top-p or min-p sort and mask
 
@@ -172,11 +174,14 @@ def rollout_transfer_parts(
 def needed_bytes(config: Config, layout: RoleLayout, shape: ModelShape) -> list[int]:
     """Bytes of new weights that each rank of a replica requires."""
     need, size = GEN_ENGINES[config.gen_engine].required_slices, layout.generator_tensor_parallel
+    alike: dict[tuple[object, ...], list[Parameter]] = {}  # tensors of different layers, of which a rank needs as many
+    for p in trained(config, shape).parameters:
+        alike.setdefault((NUMBER.sub(".", p.name), p.shape, p.split), []).append(p)
     return [
         sum(
-            ITEM_BYTES[needed.dtype or config.model.dtype] * sum(map(count, needed.slices))
-            for p in trained(config, shape).parameters
-            for needed in (need(config, shape, p.name, p.shape, index, size),)
+            len(group) * ITEM_BYTES[needed.dtype or config.model.dtype] * sum(map(count, needed.slices))
+            for group in alike.values()
+            for needed in (need(config, shape, group[0].name, group[0].shape, index, size),)
         )
         for index in range(size)
     ]
