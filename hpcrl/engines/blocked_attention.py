@@ -1,4 +1,9 @@
-"""Causal attention over rows of equal length, computed in blocks of queries if it has a sliding window or soft cap."""
+"""Causal attention over rows of equal length, computed in blocks of queries if it has a sliding window or soft cap.
+
+Attention sinks (gpt-oss) add a number per head to the scores before the softmax, and nothing to the values. Here they
+are one more key, whose value is zero. Its score is the product of additional columns of queries and keys, so kernels
+need no mask and compute the sinks' gradient.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +13,18 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 QUERY_BLOCK = 256
+SINK_COLUMNS = 8  # kernels need multiples of 8 columns; one has the sinks, the others are zero
 
 
 def causal_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None = None, softcap: float | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention of q [N, heads, P, D] to k and v [N, kv_heads, P, D], as [N, heads, P, D]; differentiable.
 
@@ -19,18 +32,19 @@ def causal_attention(
         window: A token attends to the last `window` tokens, including itself. None means all tokens up to itself.
         softcap: Scores are softcap * tanh(scores / softcap) (arXiv 2408.00118), which no kernel computes. The backward
             pass recomputes them, one block of queries after another.
+        sinks: [heads], the attention sinks' scores.
 
     A block reads only the keys to which it can attend, so masks and scores are smaller than [P, P].
     """
     length = q.shape[2]
     window = None if window is None or window >= length else window
     if window is None and softcap is None:
-        return _plain(q, k, v, scale)
+        return _plain(q, k, v, scale, sinks)
     blocks = []
     for start in range(0, length, QUERY_BLOCK):
         end = min(start + QUERY_BLOCK, length)
         first = 0 if window is None else max(0, start - window + 1)
-        part = (q[:, :, start:end], k[:, :, first:end], v[:, :, first:end], scale, window, softcap)
+        part = (q[:, :, start:end], k[:, :, first:end], v[:, :, first:end], scale, window, softcap, sinks)
         if softcap is None:
             blocks.append(_last_queries(*part))
         else:
@@ -38,7 +52,11 @@ def causal_attention(
     return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=2)
 
 
-def _plain(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+def _plain(q: Tensor, k: Tensor, v: Tensor, scale: float, sinks: Tensor | None) -> Tensor:
+    if sinks is not None:
+        width, (q, k, v) = v.shape[-1], _with_sinks(q, k, v, sinks, scale)
+        # With another query before the first, whose result is dropped, every token attends to the sink.
+        return _plain(F.pad(q, (0, 0, 1, 0)), k, v, scale, None)[:, :, 1:, :width]
     heads_per_key = q.shape[1] // k.shape[1]
     if heads_per_key > 1 and q.is_cuda and q.dtype == torch.float32:
         # Only 16-bit kernels support GQA. In fp32, torch would use a kernel that stores all scores unless keys are
@@ -49,11 +67,22 @@ def _plain(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
 
 def masked_attention(
-    q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, softcap: float | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    visible: Tensor,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention of q [N, heads, P, D] to k and v [N, kv_heads, keys, D], as [N, heads, P, D]. `visible`, bool [N or 1,
-    1, P, keys], must have a key for each query. `softcap` is as in causal_attention(); without it, v may have another
-    head size than q and k."""
+    1, P, keys], must have a key for each query. `softcap` and `sinks`, of which a model may have one, are as in
+    causal_attention(); without `softcap`, v may have another head size than q and k."""
+    if sinks is not None:
+        if softcap is not None:
+            raise NotImplementedError("attention sinks with soft-capped scores")
+        width, (q, k, v) = v.shape[-1], _with_sinks(q, k, v, sinks, scale)
+        return masked_attention(q, k, v, F.pad(visible, (1, 0), value=True), scale)[..., :width]
     # Heads that share keys become additional rows, so no kernel repeats keys.
     rows = q.reshape(q.shape[0], k.shape[1], -1, q.shape[3])
     visible = visible.repeat(1, 1, q.shape[1] // k.shape[1], 1)
@@ -65,10 +94,27 @@ def masked_attention(
     return (weights.to(v.dtype) @ v).view(q.shape)
 
 
-def _last_queries(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None) -> Tensor:
+def _with_sinks(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """The same with more columns and another first key, whose score is the sink of the query's head."""
+    score = (sinks / scale).to(q.dtype)[None, :, None, None].expand(*q.shape[:3], 1)
+    of_sink = F.pad(k.new_ones(*k.shape[:2], 1, 1), (k.shape[3], SINK_COLUMNS - 1))
+    q = F.pad(torch.cat([q, score], dim=-1), (0, SINK_COLUMNS - 1))
+    k = torch.cat([of_sink, F.pad(k, (0, SINK_COLUMNS))], dim=2)
+    return q, k, F.pad(v, (0, SINK_COLUMNS, 1, 0))
+
+
+def _last_queries(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
     """Attention of a row's last queries to all keys up to them."""
     length, num_keys = q.shape[2], k.shape[2]
     visible = torch.ones(1, 1, length, num_keys, dtype=torch.bool, device=q.device).tril(num_keys - length)
     if window is not None:
         visible = visible.triu(num_keys - length + 1 - window)
-    return masked_attention(q, k, v, visible, scale, softcap)
+    return masked_attention(q, k, v, visible, scale, softcap, sinks)

@@ -10,7 +10,13 @@ from torch import Tensor
 
 from hpcrl.engines import blocked_attention
 from hpcrl.engines.blocked_attention import causal_attention
-from hpcrl.engines.train.fsdp2.packed_attention import PackedLayout, _Pad, shared_prefixes
+from hpcrl.engines.train.fsdp2.packed_attention import (
+    PackedLayout,
+    Reach,
+    _Pad,
+    packed_attention,
+    shared_prefixes,
+)
 from tests.engines.worlds import make_batch
 from tests.planner.measuring import peak_bytes
 
@@ -55,7 +61,15 @@ def test_shared_tokens_appear_in_every_block_and_sum_its_gradients() -> None:
     assert packed.detach().flatten().tolist() == [1, 2, 7, 8, 9, 4]
 
 
-def dense(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None) -> Tensor:
+def dense(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """The formula, with all scores."""
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     scores = q @ k.transpose(2, 3) * scale
@@ -63,7 +77,11 @@ def dense(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, sof
         scores = softcap * torch.tanh(scores / softcap)
     back = torch.arange(q.shape[2])[:, None] - torch.arange(q.shape[2])
     hidden = (back < 0) | (back >= (window or q.shape[2]))
-    return scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v
+    scores = scores.masked_fill(hidden, -torch.inf)
+    if sinks is None:
+        return scores.softmax(-1) @ v
+    top = scores.exp()
+    return top / (top.sum(-1, keepdim=True) + sinks.exp()[:, None, None]) @ v
 
 
 def heads(length: int, num_heads: int = 4, num_kv_heads: int = 2) -> list[Tensor]:
@@ -87,6 +105,38 @@ def test_blockwise_attention_matches_the_formula(
         results.append([out, *(tensor.grad for tensor in tensors)])
     for got, want in zip(*results, strict=True):
         torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 1, 5, 8, 40])
+@pytest.mark.parametrize("num_kv_heads", [1, 4])
+def test_attention_with_sinks_matches_the_formula(
+    num_kv_heads: int, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sinks' gradient too."""
+    monkeypatch.setattr(blocked_attention, "QUERY_BLOCK", 8)
+    results = []
+    for way in (causal_attention, dense):
+        tensors = heads(21, num_kv_heads=num_kv_heads)
+        sinks = torch.tensor([-1.0, 0.0, 2.0, 0.5], requires_grad=True)
+        out = way(*tensors, scale=0.6, window=window, softcap=None, sinks=sinks)
+        (out * torch.linspace(-1, 1, out.numel()).view(out.shape)).sum().backward()
+        results.append([out, sinks.grad, *(tensor.grad for tensor in tensors)])
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+
+
+def test_chunks_are_rows_of_their_own() -> None:
+    """Chunks of three of rows of 7 and 4 tokens, which share two: rows of 3, 3, 1, 3 and 1."""
+    tokens = torch.arange(11)
+    tokens[7:9] = tokens[:2]
+    shared = shared_prefixes(tokens, [7, 4], [2, 2])
+    whole, pieces = (PackedLayout(lengths, torch.device("cpu"), shared) for lengths in ([7, 4], [3, 3, 1, 3, 1]))
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 9, 8, generator=generator) for _ in range(3))
+    module = torch.nn.Module()
+    found = packed_attention(module, q, k, v, Reach(chunk=3), packed_layout=whole)[0]
+    assert torch.equal(found, packed_attention(module, q, k, v, None, packed_layout=pieces)[0])
+    assert not torch.allclose(found, packed_attention(module, q, k, v, None, packed_layout=whole)[0])
 
 
 @pytest.mark.slow

@@ -12,15 +12,16 @@ depend only on the tokens up to it.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
 
 from hpcrl.engines import varlen
 from hpcrl.engines.blocked_attention import causal_attention, masked_attention
@@ -48,6 +49,22 @@ def shared_prefixes(token_ids: Tensor, lengths: Sequence[int], prefixes: Sequenc
         kept.append(np.arange(start + skipped, start + length))
         start, count = start + length, count + length - skipped
     return torch.from_numpy(np.concatenate(kept)), torch.from_numpy(places)
+
+
+class Reach(NamedTuple):
+    """What a layer's mask has besides causality: a token attends to the last `window` tokens, itself included, or to
+    those of its chunk of `chunk` tokens of a row."""
+
+    window: int | None = None
+    chunk: int | None = None
+
+
+def reach_of_mask(config: PreTrainedConfig | None = None, local_size: int | None = None, **_: Any) -> Reach | None:
+    """transformers' mask interface: what its layers get as attention_mask; None for causality without more."""
+    if local_size is None:
+        return None
+    is_chunk = getattr(config, "sliding_window", None) is None and hasattr(config, "attention_chunk_size")
+    return Reach(chunk=local_size) if is_chunk else Reach(window=local_size)
 
 
 class Shown:
@@ -104,6 +121,7 @@ class PackedLayout:
         self.attention: varlen.Choice = attention
         self._slots: tuple[list[Tensor], list[Tensor]] = ([], [])  # per block of `padded`: tokens, and which are real
         self._only_in_windows = only_in_windows
+        self._chunked: dict[int, PackedLayout] = {}
         self._images = None if images is None or bool((images < 0).all()) else images
         self.ranks = ranks or TokenRanks()
         self.num_packed, size = len(kept), self.ranks.all.size
@@ -121,6 +139,16 @@ class PackedLayout:
             return None, places
         mine = (places % size == self.ranks.place).nonzero()[:, 0]
         return mine, places[mine] // size
+
+    def in_chunks(self, size: int) -> PackedLayout:
+        """The same tokens in shorter sequences: each is divided into chunks of this size."""
+        if size not in self._chunked:
+            divided = copy.copy(self)
+            divided._lengths = [min(size, n - first) for n in self._lengths for first in range(0, n, size)]
+            for name in ("images", "padded", "exact"):
+                vars(divided).pop(name, None)
+            self._chunked[size] = divided
+        return self._chunked[size]
 
     def attends_both_ways(self, window: int | None) -> bool:
         """Whether some tokens attend to later ones, in a layer with this window."""
@@ -210,16 +238,24 @@ def packed_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Tensor | Reach | None,
     scaling: float | None = None,
     softcap: float | None = None,
     sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
     packed_layout: PackedLayout | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: q [1, H, T, D], k and v [1, KV, T, D] -> ([1, T, H, D], None). A model that
-    does not pass `packed_layout` on attends over the whole row, which the probe at load detects."""
+    does not pass `packed_layout` on attends over the whole row, which the probe at load detects. `s_aux`, [H], are
+    attention sinks."""
     layout = packed_layout or PackedLayout([query.shape[2]], query.device)
+    window, sinks = sliding_window, s_aux
+    if isinstance(attention_mask, Tensor):
+        raise NotImplementedError("a layer makes its own mask")
+    if attention_mask is not None:
+        window = attention_mask.window
+        layout = layout.in_chunks(attention_mask.chunk) if attention_mask.chunk is not None else layout
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     scaling = scaling or query.shape[-1] ** -0.5
     context, num_tokens = layout.ranks.context, len(q)
@@ -227,23 +263,31 @@ def packed_attention(
         repeats = max(1, context.size // k.shape[1])  # with fewer key heads than ranks, heads are repeated
         k, v = (x.repeat_interleave(repeats, 1) if repeats > 1 else x for x in (k, v))
         q, k, v = (tokens_to_heads(x, context) for x in (q, k, v))
+        sinks = sinks if sinks is None else sinks.chunk(context.size)[context.rank]
         num_tokens = len(q)
     q, k, v = (x[: layout.num_packed] for x in (q, k, v))
-    out = _attend(q, k, v, layout, scaling, sliding_window, softcap)
+    out = _attend(q, k, v, layout, scaling, window, softcap, sinks)
     if num_tokens > layout.num_packed:
         out = F.pad(out, (0, 0, 0, 0, 0, num_tokens - layout.num_packed))
     return (heads_to_tokens(out, context) if context.size > 1 else out).unsqueeze(0), None
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, scale: float, window: int | None, softcap: float | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: PackedLayout,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """Attention over all packed tokens: q [K, H, D], k and v [K, KV, D] -> [K, H, D]."""
     sizes = varlen.Setting(q.device, q.dtype, q.shape[1], k.shape[1], q.shape[-1], window, softcap)
-    fits = v.shape[-1] == q.shape[-1] and not layout.attends_both_ways(window)
+    fits = v.shape[-1] == q.shape[-1] and sinks is None and not layout.attends_both_ways(window)
     attend = varlen.find(layout.attention, sizes) if fits else None
     if attend is None:
-        return by_blocks((q, k, v), layout, scale, window, softcap)
+        return by_blocks((q, k, v), layout, scale, window, softcap, sinks)
     starts, longest, shown = layout.exact
     if shown is not None:
         q, k, v = (_Pad.apply(x, shown) for x in (q, k, v))
@@ -252,7 +296,12 @@ def _attend(
 
 
 def by_blocks(
-    qkv: Sequence[Tensor], layout: PackedLayout, scale: float, window: int | None, softcap: float | None
+    qkv: Sequence[Tensor],
+    layout: PackedLayout,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """[K, H, D]: attention in padded blocks; q [K, H, D], k and v [K, KV, D]."""
     blocks, shown = layout.padded
@@ -264,9 +313,9 @@ def by_blocks(
     for (rows, length), images, *parts in pieces:
         qb, kb, vb = (x.unflatten(0, (rows, length)).transpose(1, 2) for x in parts)
         if images is None or not layout.attends_both_ways(window):
-            out = causal_attention(qb, kb, vb, scale=scale, window=window, softcap=softcap)
+            out = causal_attention(qb, kb, vb, scale=scale, window=window, softcap=softcap, sinks=sinks)
         else:
-            out = masked_attention(qb, kb, vb, visible_keys(images, window), scale, softcap)
+            out = masked_attention(qb, kb, vb, visible_keys(images, window), scale, softcap, sinks)
         outputs.append(out.transpose(1, 2).flatten(0, 1))
     unpadded: Tensor = _Unpad.apply(outputs[0] if len(outputs) == 1 else torch.cat(outputs), shown)
     return unpadded
@@ -287,3 +336,4 @@ def visible_keys(images: Tensor, window: int | None) -> Tensor:
 
 
 AttentionInterface.register(PACKED_ATTENTION, packed_attention)
+AttentionMaskInterface.register(PACKED_ATTENTION, reach_of_mask)
