@@ -189,14 +189,13 @@ def _wrong_sizes(found: ModelFolder) -> Iterator[str]:
 def _wrong_shapes(found: ModelFolder) -> Iterator[str]:
     """Tensors that are missing or have a shape different from config.json, for families whose parameters are known and
     have the same names in files. For other families the engine reports missing tensors when it loads the model."""
-    config, shapes = found.config, found.shapes
-    try:
-        shape = read_shape(config) if EMBEDDING in shapes and not family_of(found.model_type).renamed_in_files else None
-    except CannotPlanError as error:
-        if found.model_type in PLANNED:
-            yield str(error)
+    config, shapes, family = found.config, found.shapes, family_of(found.model_type)
+    if EMBEDDING not in shapes or family.decoder is None or family.renamed_in_files:
         return
-    if shape is None:
+    try:
+        shape = read_shape(config)
+    except CannotPlanError as error:
+        yield str(error)
         return
     # Files store each expert of a layer separately.
     expected = {p.name: p.shape for p in shape.parameters if p.split != "expert"}

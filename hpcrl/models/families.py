@@ -38,6 +38,7 @@ from hpcrl.models import (
     qwen3_vl,
 )
 from hpcrl.models.family import Family
+from hpcrl.models.from_transformers import built_shape
 from hpcrl.models.grouped import grouped_shape
 from hpcrl.models.shape import CannotPlanError, ModelShape
 from hpcrl.models.vision import TINY, Vision, read_vision
@@ -46,7 +47,15 @@ from hpcrl.spec.trajectory import declare
 
 LISTED = (
     *(qwen2.FAMILY, qwen3.FAMILY, qwen3_moe.FAMILY, llama.FAMILY, mistral.FAMILY, mistral.MINISTRAL, phi3.FAMILY),
-    *(gemma.GEMMA2, gemma.GEMMA3, qwen2_5_vl.FAMILY, qwen3_vl.FAMILY, qwen3_vl.MOE, deepseek_v3.FAMILY),
+    *(
+        gemma.GEMMA2,
+        gemma.GEMMA3,
+        qwen2_5_vl.FAMILY,
+        qwen3_vl.FAMILY,
+        qwen3_vl.MOE,
+        deepseek_v3.FAMILY,
+        deepseek_v3.KIMI,
+    ),
     *(bert.FAMILY, hyperclovax.FAMILY, llama4.FAMILY, mamba2.FAMILY, mixtral.FAMILY, qwen2_moe.FAMILY),
     *(qwen2_vl.FAMILY, qwen3_5.FAMILY, glm4v.FAMILY, internvl.FAMILY, gemma3.FAMILY, gemma4.FAMILY),
     *(idefics3.FAMILY, llava_onevision.FAMILY, deepseek_v2.FAMILY, glm4_moe.FAMILY, gpt_oss.FAMILY),
@@ -60,7 +69,7 @@ MEGATRON = tuple(name for name, family in FAMILIES.items() if family.megatron is
 VLLM_SEEING = tuple(name for name, family in FAMILIES.items() if name in family.vllm_images)
 SGLANG_SEEING = tuple(name for name, family in FAMILIES.items() if name in family.sglang_images)
 SEEING = tuple(name for name, family in FAMILIES.items() if family.vision is not None)
-"""Each a tuple of model_type values: parameters are known; the native generator runs them; Megatron trains them; vLLM
+"""Each a tuple of model_type values: parameters are listed here; the native generator runs them; Megatron trains them; vLLM
 gets images for them; SGLang does; images are understood."""
 PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 """Files of a model folder that hold the image processor's values; the second in its key image_processor."""
@@ -74,12 +83,13 @@ def family_of(model_type: Any) -> Family:
 def read_shape(config: Mapping[str, Any]) -> ModelShape:
     """The model described by a config.json, with the defaults of transformers 5 for missing keys.
 
-    CannotPlanError if its family is not in PLANNED, or a size is missing, too large or not a whole number above 0.
+    Families that are not in PLANNED are built by transformers, whose import takes seconds. CannotPlanError if
+    transformers cannot do so, or if a size is missing, too large or not a whole number above 0.
     """
     name = config.get("model_type")
     family = family_of(name)
     if family.decoder is None:
-        raise CannotPlanError(f"its parameters are not known for model_type {name!r} ({', '.join(PLANNED)} are)")
+        return built_shape(config, sees=family.vision is not None and "vision_config" in config)
     return (family.read or grouped_shape)(str(name), family.decoder, config)
 
 
@@ -94,10 +104,12 @@ def shape_of(folder: str | None, key: str) -> ModelShape:
 
 
 def known_shape(folder: Path) -> ModelShape | None:
-    """Sizes and parameters of the model in a folder; None if they are not known."""
+    """Sizes and parameters of the model in a folder; None for a family that is not in PLANNED, whose generators may use
+    other names than transformers, and if they cannot be read."""
     try:
-        return shape_of(str(folder), "model.path")
-    except CannotPlanError:
+        config = _object(folder / "config.json")
+        return read_shape(config) if config.get("model_type") in PLANNED else None
+    except (OSError, ValueError):
         return None
 
 

@@ -107,6 +107,28 @@ class Latent:
 
 
 @dataclass(frozen=True)
+class Source:
+    """The text of a config.json, and whether the model is built with its vision tower."""
+
+    config: str
+    sees: bool
+
+
+@dataclass(frozen=True)
+class LayerCache:
+    """What a generator keeps of one layer for each sequence, in numbers."""
+
+    keys: int = 0
+    """Of one token: keys and values, which tensor-parallel ranks share."""
+    latents: int = 0
+    """Of one token: latents and an indexer's keys, of which every rank has all."""
+    state: int = 0
+    """Of a sequence: a recurrent state, kept in float32."""
+    convolved: int = 0
+    """Of a sequence: the last inputs of convolutions."""
+
+
+@dataclass(frozen=True)
 class ModelShape:
     """A decoder's sizes and all its parameters, tied parameters once."""
 
@@ -133,7 +155,13 @@ class ModelShape:
     shared_size: int = 0
     """Width of the shared experts."""
     tower: Tower | None = None
-    """The vision tower of a model that takes images."""
+    """The vision tower of a model that takes images; None also if its activations are not known."""
+    caches: tuple[LayerCache, ...] = ()
+    """Of each layer; empty if all layers have keys and values of key_size, or the latents of `latent`."""
+    linear: frozenset[str] | None = None
+    """Names of all linear layers' matrices; None if they are those with a split in `parameters`."""
+    source: Source | None = None
+    """From what transformers built the model (hpcrl.models.from_transformers); None if the family's file lists it."""
 
     @cached_property
     def splits(self) -> dict[str, ParameterSplit]:

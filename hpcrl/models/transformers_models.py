@@ -37,9 +37,9 @@ def untrainable(model: Mapping[str, Any]) -> Iterator[str]:
     """Why an engine that trains transformers' decoders cannot train this config.json's decoder
     (TrainEngineSpec.unsupported)."""
     family, known = model.get("model_type"), causal_families()
-    if known and family not in known and family_of(family).vision is None:
-        yield f"trains decoders of transformers, and {version('transformers')} has none of model_type={family}"
-    elif why := family_of(family).untrainable:
+    if why := family_of(family).untrainable:
         yield f"does not train model_type={family}: {why}"
+    elif known and family not in known and family_of(family).vision is None:
+        yield f"trains decoders of transformers, and {version('transformers')} has none of model_type={family}"
     if model.get("quantization_config"):
         yield "has no quantised weights (quantization_config); python -m hpcrl.convert makes bfloat16 of fp8 and mxfp4"

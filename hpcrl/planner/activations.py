@@ -13,6 +13,7 @@ from hpcrl.config import Config
 from hpcrl.models.shape import ModelShape
 from hpcrl.models.tower import Tower
 from hpcrl.planner.image_memory import image_tokens_of_row, tower_activations, tower_forward
+from hpcrl.planner.layer_memory import LayerMemory, measured_layers
 
 FP32 = 4
 INDEX = 8
@@ -43,6 +44,10 @@ class Tokens:
         images = min(num_sequences * image_tokens_of_row(config, tower), total)
         return cls(total, total, config.max_sequence_tokens, images)
 
+    def of_rows(self, num_bytes: int) -> int:
+        """Bytes of all tokens, from the bytes of one row of the longest sequence."""
+        return -(-num_bytes * self.total // self.longest)
+
     def shared(self, num_ranks: int) -> Tokens:
         """One rank's part if num_ranks ranks split the tokens; each of them computes all images."""
         return Tokens(-(-self.total // num_ranks), -(-self.predicted // num_ranks), self.longest, self.of_images)
@@ -66,8 +71,17 @@ def positions_bytes(shape: ModelShape, tokens: Tokens, num_bytes: int) -> int:
     return tokens.total * (2 * shape.head_dim * num_bytes + INDEX)
 
 
-def flowing_bytes(shape: ModelShape, tokens: Tokens, num_bytes: int) -> int:
-    """Bytes of the gradients in a layer's backward pass: of its result, and of two of its widest tensors."""
+def measured(shape: ModelShape, tokens: Tokens, num_bytes: int) -> tuple[LayerMemory, ...]:
+    """The memory of each layer for one row of the longest sequence; empty if the formulas below are used."""
+    dtype = "float32" if num_bytes == FP32 else "bfloat16"
+    return () if shape.source is None else measured_layers(shape.source, tokens.longest, dtype)
+
+
+def flowing_bytes(shape: ModelShape, layer: int, tokens: Tokens, num_bytes: int) -> int:
+    """Bytes of the gradients in a layer's backward pass: of its result, and of two of its widest tensors; or what is
+    measured beyond layer_bytes()."""
+    if memory := measured(shape, tokens, num_bytes):
+        return tokens.of_rows(max(0, memory[layer].computing - memory[layer].kept))
     return tokens.total * (shape.hidden_size + 2 * _widest(shape)) * num_bytes
 
 
@@ -79,6 +93,8 @@ def recomputed_scores(shape: ModelShape, tokens: Tokens) -> int:
 
 def forward_only(shape: ModelShape, tokens: Tokens, num_bytes: int) -> int:
     """Peak bytes of one layer if nothing is kept for a backward pass."""
+    if memory := measured(shape, tokens, num_bytes):
+        return tokens.of_rows(max(layer.forward for layer in memory))
     layer = max(layer_bytes(shape, layer, tokens, num_bytes) for layer in range(shape.num_layers))
     layer += 2 * tokens.total * shape.hidden_size * num_bytes
     return max(layer, tower_forward(shape.tower, tokens.of_images, num_bytes))
@@ -97,6 +113,8 @@ def _norm(shape: ModelShape, size: int, num_bytes: int) -> int:
 
 def layer_bytes(shape: ModelShape, layer: int, tokens: Tokens, num_bytes: int) -> int:
     """Bytes that autograd saves in a layer."""
+    if memory := measured(shape, tokens, num_bytes):
+        return tokens.of_rows(memory[layer].kept)
     hidden, query, key = shape.hidden_size, shape.query_size, shape.key_size
     kept = (4 if shape.decoder.gemma else 2) * _norm(shape, hidden, num_bytes)
     kept += 2 * hidden * num_bytes  # input of attention and of the feed-forward layer

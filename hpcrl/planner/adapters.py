@@ -20,7 +20,10 @@ ROUTER = re.compile(r"\.(gate|router)\.[^.]+$")
 def _linear(lora: LoRAConfig, shape: ModelShape) -> list[Parameter]:
     """The matrices of the linear layers of lora.parts, without embedding, head, router and experts."""
     matrices = [p for p in shape.parameters if p.in_layers and len(p.shape) == 2]
-    decoder = [p for p in matrices if p.layer is not None and p.split != "whole" and "decoder" in lora.parts]
+    if shape.linear is None:
+        decoder = [p for p in matrices if p.layer is not None and p.split != "whole" and "decoder" in lora.parts]
+    else:
+        decoder = [p for p in matrices if p.layer is not None and p.name in shape.linear and "decoder" in lora.parts]
     return [*decoder, *(p for p in matrices if p.layer is None and part_of(p.name) in lora.parts)]
 
 

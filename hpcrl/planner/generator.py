@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator
 
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.comm.weight_plan import BUCKET_BYTES, ITEM_BYTES
 from hpcrl.config import Config, RoleName
-from hpcrl.models.shape import ModelShape
+from hpcrl.models.shape import ModelShape, Parameter
 from hpcrl.planner.activations import FP32
 from hpcrl.planner.adapters import adapters, trained
 from hpcrl.planner.image_memory import (
@@ -26,6 +27,7 @@ from hpcrl.spec.weight_layout import count
 
 PREFILL_TOKENS = 4096
 """Equal to PREFILL_TOKENS in engines/gen/native/engine.py."""
+NUMBER = re.compile(r"\.\d+\.")
 LOGIT_COPIES = 3  # logits, probabilities, their cumulative sum; on a GPU also the probabilities as integers
 TRUNCATED_COPIES = 8  # as above, with the copies that top-k, top-p or min-p sort and mask
 
@@ -101,16 +103,32 @@ def shares_weights(config: Config, layout: RoleLayout) -> bool:
 def token_bytes(config: Config, shape: ModelShape) -> int:
     """Bytes of one token's KV cache on one rank. If there are more ranks than key and value heads, several ranks hold
     the same head. Every rank holds all latents."""
+    if shape.caches:
+        keys, latents = sum(cache.keys for cache in shape.caches), sum(cache.latents for cache in shape.caches)
+        ranks = min(config.layout.generator.tensor_parallel, shape.num_kv_heads)
+        return (-(-keys // ranks) + latents) * BYTES[config.generator.dtype]
     if shape.latent is not None:
         return shape.num_layers * (shape.latent.rank + shape.latent.rope) * BYTES[config.generator.dtype]
     heads = -(-shape.num_kv_heads // config.layout.generator.tensor_parallel)
     return 2 * shape.num_layers * heads * shape.head_dim * BYTES[config.generator.dtype]
 
 
+def state_bytes(config: Config, shape: ModelShape) -> int:
+    """Bytes of one sequence's recurrent states and last inputs of convolutions on one rank, whatever its length."""
+    per_number = BYTES[config.generator.dtype]
+    kept = sum(cache.state * FP32 + cache.convolved * per_number for cache in shape.caches)
+    return -(-kept // config.layout.generator.tensor_parallel)
+
+
+def response_bytes(config: Config, shape: ModelShape) -> int:
+    """Bytes of a sequence of maximum length in the cache of one rank."""
+    return token_bytes(config, shape) * config.max_sequence_tokens + state_bytes(config, shape)
+
+
 def paged_cache(config: Config, shape: ModelShape) -> tuple[int, int]:
     """The `plan` of an engine with a paged cache in free memory: bytes for all slots at full length, and the minimum
     bytes, for one slot."""
-    longest = token_bytes(config, shape) * config.max_sequence_tokens
+    longest = response_bytes(config, shape)
     return longest * config.generator.max_num_seqs, longest
 
 
@@ -156,11 +174,14 @@ def rollout_transfer_parts(
 def needed_bytes(config: Config, layout: RoleLayout, shape: ModelShape) -> list[int]:
     """Bytes of new weights that each rank of a replica requires."""
     need, size = GEN_ENGINES[config.gen_engine].required_slices, layout.generator_tensor_parallel
+    alike: dict[tuple[object, ...], list[Parameter]] = {}  # tensors of different layers, of which a rank needs as many
+    for p in trained(config, shape).parameters:
+        alike.setdefault((NUMBER.sub(".", p.name), p.shape, p.split), []).append(p)
     return [
         sum(
-            ITEM_BYTES[needed.dtype or config.model.dtype] * sum(map(count, needed.slices))
-            for p in trained(config, shape).parameters
-            for needed in (need(config, shape, p.name, p.shape, index, size),)
+            len(group) * ITEM_BYTES[needed.dtype or config.model.dtype] * sum(map(count, needed.slices))
+            for group in alike.values()
+            for needed in (need(config, shape, group[0].name, group[0].shape, index, size),)
         )
         for index in range(size)
     ]

@@ -17,9 +17,9 @@ from hpcrl.planner.generator import (
     check_engine_sizes,
     check_replicas_split,
     generator_parts,
+    response_bytes,
     rollout_transfer_parts,
     shares_weights,
-    token_bytes,
 )
 from hpcrl.planner.image_memory import controller_pixels, pixel_parts, scorer_pixels, with_row_tokens
 from hpcrl.planner.memory_parts import PHASES, Part, Phase, has_gpus
@@ -213,7 +213,7 @@ def _summed(
         parts += _routes(config, shape, roles, layout)
     if not config.learns:
         parts = [replace(p, during=tuple(phase for phase in p.during if phase not in LEARNING)) for p in parts]
-    cache = token_bytes(config, shape) * config.max_sequence_tokens if "generator" in roles else 0
+    cache = response_bytes(config, shape) if "generator" in roles else 0
     share = GEN_ENGINES[config.generator.engine].memory_share(config) if "generator" in roles else 1.0
     held = tuple(p for p in parts if p.num_bytes)
     pixels, scorers = controller_pixels(config, layout, shape), layout.ranks.get("reward", ())

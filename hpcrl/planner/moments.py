@@ -97,9 +97,10 @@ def moments(
     kept = [hidden * num_bytes] * shape.num_layers if checkpointing else whole
     outside += positions_bytes(shape, tokens, num_bytes)
     outside += tower_activations(tower, images, num_bytes, checkpointing)
-    left, flowing = outside + sum(kept), flowing_bytes(shape, tokens, num_bytes)
+    left = outside + sum(kept)
     shared = hidden * FP32 if num_bytes == FP32 else 0  # RMSNorm's input in fp32 is the layer's
     for layer in reversed(range(shape.num_layers)):
+        flowing = flowing_bytes(shape, layer, tokens, num_bytes)
         parts = _computing(left, whole[layer] - shared, flowing, checkpointing)
         yield Moment(("layer", layer), "backward", parts | scores)
         left -= kept[layer]

@@ -104,7 +104,7 @@ def test_active_parameters_of_a_mixture_of_experts() -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"model_type": "mamba"}, "model_type 'mamba'"),
+        ({"model_type": "no_such"}, "model_type 'no_such'"),
         ({"hidden_size": None}, "hidden_size in config.json is None"),
         ({"vocab_size": "many"}, "vocab_size in config.json is 'many'"),
         ({"num_hidden_layers": True}, "num_hidden_layers"),

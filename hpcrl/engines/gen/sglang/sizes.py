@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from hpcrl.config import Config
 from hpcrl.engines.gen.sglang.spec import MAX_KEPT, TRUNCATED, SGLangConfig
 from hpcrl.models.shape import ModelShape
-from hpcrl.planner.generator import paged_cache, token_bytes, too_small_cache
+from hpcrl.planner.generator import paged_cache, state_bytes, token_bytes, too_small_cache
 from hpcrl.spec.problems import Problem
 
 SPARE_TOKENS = 8
@@ -21,16 +21,16 @@ def cache(config: Config, shape: ModelShape) -> tuple[int, int]:
 
 
 def cache_tokens(config: Config, shape: ModelShape) -> int | None:
-    """Tokens that fit into generator.sglang.kv_cache_gib; None without it."""
-    given = config.generator.section(SGLangConfig).kv_cache_gib
-    return None if given is None else int(given * 2**30) // token_bytes(config, shape)
+    """Tokens that fit into generator.sglang.kv_cache_gib; None without it, and for a model without keys and values."""
+    given, one = config.generator.section(SGLangConfig).kv_cache_gib, token_bytes(config, shape)
+    return None if given is None or not one else int(given * 2**30) // one
 
 
 def check(config: Config, shape: ModelShape) -> Iterator[Problem]:
     """Report a cache that is too small for one full-length response; truncation for which SGLang returns no log-probs;
     and a mixture of experts with a tied head, for which SGLang would create a separate head without weights."""
     given, rollout = config.generator.section(SGLangConfig).kv_cache_gib, config.rollout
-    least = (config.max_sequence_tokens + SPARE_TOKENS) * token_bytes(config, shape)
+    least = (config.max_sequence_tokens + SPARE_TOKENS) * token_bytes(config, shape) + state_bytes(config, shape)
     yield from too_small_cache(config, "sglang", None if given is None else int(given * 2**30), least)
     if rollout.top_p < 1 and not rollout.top_k and shape.vocab_size > MAX_KEPT:
         text = f"0, with rollout.top_p={rollout.top_p:g}, but {TRUNCATED}; use {MAX_KEPT}"

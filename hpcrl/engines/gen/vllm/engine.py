@@ -45,7 +45,8 @@ from hpcrl.engines.gen.vllm.transformers_classes import transformers_classes_kep
 from hpcrl.engines.gen.vllm.weight_readback import shown
 from hpcrl.engines.gen.vllm.weights import as_published, reload
 from hpcrl.engines.gen.weight_names import WeightNames
-from hpcrl.models.families import VLLM_SEEING, known_shape
+from hpcrl.models.families import VLLM_SEEING, known_shape, shape_of
+from hpcrl.models.shape import CannotPlanError
 from hpcrl.rollout.types import FinishReason
 from hpcrl.spec.media import IMAGE
 from hpcrl.spec.trajectory import Field
@@ -97,9 +98,11 @@ def _cache_bytes(config: Config, own: VLLMConfig, model_path: Path) -> int | Non
     nor the plan defines it."""
     if own.kv_cache_bytes is not None or torch.cuda.is_available():
         return own.kv_cache_bytes
-    if (shape := known_shape(Path(model_path))) is None:
-        raise ValueError("the size of this model's KV cache is unknown; on a CPU set generator.vllm.kv_cache_gib")
-    return cache(config, shape)[0]
+    try:
+        return cache(config, shape_of(str(model_path), "model.path"))[0]
+    except CannotPlanError as error:
+        text = "the size of this model's KV cache is unknown; on a CPU set generator.vllm.kv_cache_gib"
+        raise ValueError(f"{text} ({error})") from None
 
 
 @dataclass(slots=True)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any, get_args
 
 import torch
 
 from hpcrl.config import LoRAConfig
-from hpcrl.models.families import read_shape
+from hpcrl.models.families import known_shape
 from hpcrl.models.shape import ModelShape
 from hpcrl.models.tower import PREFIX
 from hpcrl.planner.adapters import adapters
@@ -20,11 +19,14 @@ NUMBER = 1
 
 
 def arguments(lora: LoRAConfig, model_path: Path) -> dict[str, Any]:
-    """Arguments of EngineArgs for one adapter of this model. ValueError if its parameters are not known, or if it has
-    experts and there is no GPU: with adapters, vLLM uses Triton kernels for experts."""
+    """Arguments of EngineArgs for one adapter of this model. ValueError if vLLM's names of its layers are not known, or
+    if it has experts and there is no GPU: with adapters, vLLM uses Triton kernels for experts."""
     from vllm.config.lora import MaxLoRARanks
 
-    sizes, shape = sorted(get_args(MaxLoRARanks)), read_shape(json.loads((model_path / "config.json").read_text()))
+    sizes, shape = sorted(get_args(MaxLoRARanks)), known_shape(model_path)
+    if shape is None:
+        text = f"vLLM's names of the layers of {model_path} are not known, which trainer.lora needs"
+        raise ValueError(f"generator.engine: {text}; set trainer.lora.rank=0")
     if shape.expert_layers and not torch.cuda.is_available():
         text = f"vLLM on a CPU runs no mixture of experts ({shape.family}) with trainer.lora"
         raise ValueError(f"generator.engine: {text}; use generator.engine=native, or trainer.lora.rank=0")

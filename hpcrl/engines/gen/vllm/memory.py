@@ -8,7 +8,7 @@ from hpcrl.cluster.layout import RoleLayout
 from hpcrl.config import Config
 from hpcrl.engines.gen.vllm.spec import VLLMConfig
 from hpcrl.models.shape import ModelShape
-from hpcrl.planner.generator import token_bytes, too_small_cache
+from hpcrl.planner.generator import state_bytes, token_bytes, too_small_cache
 from hpcrl.spec.problems import Problem
 from hpcrl.spec.tables import ROLES
 
@@ -23,14 +23,16 @@ def cache(config: Config, shape: ModelShape) -> tuple[int, int]:
     if given is not None:
         return given, given
     blocks, block = _longest(config), _block_bytes(config, shape)
-    return (config.generator.max_num_seqs * blocks + 1) * block, (blocks + 1) * block
+    states, slots = state_bytes(config, shape), config.generator.max_num_seqs
+    return (slots * blocks + 1) * block + slots * states, (blocks + 1) * block + states
 
 
 def check(config: Config, shape: ModelShape) -> Iterator[Problem]:
     """Report a cache that is too small for one full-length response, and replicas whose ranks vLLM cannot number (see
     world_of in hpcrl.engines.gen.vllm.replica)."""
     given, block = config.generator.section(VLLMConfig).kv_cache_bytes, _block_bytes(config, shape)
-    yield from too_small_cache(config, "vllm", given, (_longest(config) + 1) * block)
+    least = (_longest(config) + 1) * block + state_bytes(config, shape)
+    yield from too_small_cache(config, "vllm", given, least)
     layout, size = RoleLayout.from_config(config), config.layout.generator.tensor_parallel
     for role in (name for name, spec in ROLES.items() if spec.owns_default_group):
         ranks = layout.ranks[role]
