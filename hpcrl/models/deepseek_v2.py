@@ -30,8 +30,8 @@ def _router(config: Mapping[str, Any]) -> Router:
     return Router(
         normalised=False,
         scale=float(config.get("routed_scaling_factor", 1.0)),
-        groups=(config.get("n_group") or 1) if limited else 1,
-        chosen_groups=config.get("topk_group") or 1,
+        groups=config.get("n_group") or 1 if limited else 1,
+        chosen_groups=config.get("topk_group") or 1 if limited else 1,
     )
 
 

@@ -43,10 +43,15 @@ def sigmoid_router(config: Mapping[str, Any], *, scale: float = 1.0, groups: int
         normalised=bool(config.get("norm_topk_prob", True)),
         scale=float(config.get("routed_scaling_factor", scale)),
         corrected=True,
-        groups=config.get("n_group", groups) or 1,
-        chosen_groups=config.get("topk_group", chosen_groups) or 1,
+        groups=_count(config, "n_group", groups),
+        chosen_groups=_count(config, "topk_group", chosen_groups),
         best=2,
     )
+
+
+def _count(config: Mapping[str, Any], key: str, default: int) -> int:
+    value = config.get(key, default)
+    return 1 if value is None else int(value)
 
 
 def unsupported_choices(router: Router, num_experts: int, chosen: int) -> Iterator[str]:
@@ -55,5 +60,7 @@ def unsupported_choices(router: Router, num_experts: int, chosen: int) -> Iterat
         yield "has no norm_topk_prob=false with sigmoid scores"
     if router.normalised and chosen == 1:
         yield "has no normalised weights of a single expert per token"
-    if router.groups > 1 and chosen > (most := router.chosen_groups * (num_experts // router.groups)):
+    if not 1 <= router.chosen_groups <= router.groups:
+        yield f"has no topk_group={router.chosen_groups} of n_group={router.groups}"
+    elif router.groups > 1 and chosen > (most := router.chosen_groups * (num_experts // router.groups)):
         yield f"chooses {chosen} experts per token, and topk_group={router.chosen_groups} groups have only {most}"

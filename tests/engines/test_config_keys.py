@@ -3,6 +3,7 @@ that transformers reads, it would train or sample from a different model."""
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -107,7 +108,7 @@ def make(family: str, folder: Path, keys: dict[str, Any]) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            make_model_folder(family, folder, **own | keys)
+            make_model_folder(family, folder, **copy.deepcopy(own | keys))  # transformers adds keys to sections
             model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
             ids = torch.tensor([PROMPTS[1]])
             return model if model.eval()(ids).logits.isfinite().all() else None

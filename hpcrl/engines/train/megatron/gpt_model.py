@@ -39,7 +39,7 @@ from hpcrl.engines.train.megatron.unsupported import lacking
 from hpcrl.models.families import family_of, read_shape
 from hpcrl.models.router import Router
 from hpcrl.models.shape import CannotPlanError, ModelShape
-from hpcrl.models.windows import SLIDING, attention_kinds
+from hpcrl.models.windows import SLIDING
 from hpcrl.system.clock import UNCOUNTED
 
 LATENT_EPS = 1e-6
@@ -104,7 +104,7 @@ def describe(folder: Path) -> Description:
     family = family_of(content.get("model_type")).megatron
     assert family is not None, "checked above"
     frequencies, scaling = _rotation(hf, shape)
-    windowed = _windowed(content, hf, shape.num_layers)
+    windowed = _windowed(hf, shape.num_layers)
     return Description(
         json=content,
         shape=shape,
@@ -133,11 +133,13 @@ def _rotation(hf: Any, shape: ModelShape) -> tuple[Tensor, float]:
     return 1.0 / (rope.get("rope_theta", 10000.0) ** exponents), 1.0
 
 
-def _windowed(content: dict[str, Any], hf: Any, num_layers: int) -> tuple[bool, ...]:
-    """Whether each layer has a sliding window. transformers' configuration lists layers of several kinds."""
-    if family_of(content.get("model_type")).decoder.windows == "by layer":  # type: ignore[union-attr]
+def _windowed(hf: Any, num_layers: int) -> tuple[bool, ...]:
+    """Whether each layer has a sliding window."""
+    decoder = family_of(hf.model_type).decoder  # transformers changes the model_type of a mistral with layer_types
+    assert decoder is not None, "checked above"
+    if decoder.windows == "by layer":
         return tuple(kind == SLIDING for kind in hf.layer_types)
-    return (attention_kinds(content) == {SLIDING},) * num_layers
+    return (decoder.windows == "all" and hf.sliding_window is not None,) * num_layers
 
 
 def initialize_parallel(megatron: MegatronConfig) -> None:
