@@ -72,5 +72,8 @@ class Family:
     peft_experts: frozenset[str] = frozenset()
     """Last parts of layer names that peft (0.21) treats as experts, in every family whose experts transformers stacks
     as in this one."""
+    mixers: tuple[str, ...] = ()
+    """Class names in transformers of modules that mix tokens with neither attention nor a convolution
+    (hpcrl.engines.train.fsdp2.row_mixers)."""
     small_sizes: Mapping[str, Any] = field(default_factory=dict)
     """Sizes for a small model (hpcrl.engines.train.fsdp2.small_model) that must match each other."""

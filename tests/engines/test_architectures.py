@@ -192,6 +192,9 @@ SPLITS: dict[tuple[str, str], str] = {
     ("phimoe", "context"): OFF.format("phimoe"),
     ("minimax_m3_vl_text", "context"): OFF.format("minimax_m3_vl_text"),
     ("deepseek_v3", "tensor"): "trainer.fsdp2: tensor_parallel=2 .*deepseek_v3 cannot",
+    ("minimax", "tensor"): "",
+    ("nemotron_h", "context"): "",
+    ("nemotron_h", "tensor"): "nemotron_h cannot be split: transformers has no plan for it",
     ("falcon_mamba", "context"): "falcon_mamba has no num_attention_heads; set both to 1",
     ("deepseek_v32", "context"): "its packed forward fails",
 }

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hpcrl.engines.train.fsdp2.exchange import Axis, gather_tokens, sum_tokens
+from hpcrl.engines.train.fsdp2.row_mixers import mixers_of
 
 EXPERTS = "moe_tp_experts"
 WHOLE = {"replicated_with_grad_allreduce", "embedding_rowwise"}
@@ -73,10 +74,11 @@ class TensorParallel:
         plan = hf.tp_plan | ADDED.get(self._kind, {})
         experts = tuple(f"{key}." for key, style in plan.items() if style == EXPERTS)
         head = next((name for name, module in hf.named_modules() if module is hf.get_output_embeddings()), None)
+        mixers = tuple(f"{name}." for name in mixers_of(hf))
         for name, _ in hf.named_modules():
             key = re.sub(r"\.\d+(?=\.|$)", ".*", name)
             style = plan.get(key)
-            if style is None or style in WHOLE or name == head or key.startswith(experts):
+            if style is None or style in WHOLE or name == head or key.startswith(experts) or name.startswith(mixers):
                 continue
             if style not in ("colwise", "rowwise", EXPERTS):
                 raise self._refusal(f"{key} is {style} in transformers' plan, which is not supported")
