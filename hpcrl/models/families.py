@@ -25,6 +25,7 @@ from hpcrl.models import (
     llama4,
     llava_onevision,
     mamba2,
+    minimax,
     mistral,
     mixtral,
     phi3,
@@ -36,6 +37,8 @@ from hpcrl.models import (
     qwen3_5,
     qwen3_moe,
     qwen3_vl,
+    rwkv,
+    xlstm,
 )
 from hpcrl.models.family import Family
 from hpcrl.models.from_transformers import built_shape
@@ -59,6 +62,7 @@ LISTED = (
     *(bert.FAMILY, hyperclovax.FAMILY, llama4.FAMILY, mamba2.FAMILY, mixtral.FAMILY, qwen2_moe.FAMILY),
     *(qwen2_vl.FAMILY, qwen3_5.FAMILY, glm4v.FAMILY, internvl.FAMILY, gemma3.FAMILY, gemma4.FAMILY),
     *(idefics3.FAMILY, llava_onevision.FAMILY, deepseek_v2.FAMILY, glm4_moe.FAMILY, gpt_oss.FAMILY),
+    *(minimax.FAMILY, rwkv.FAMILY, xlstm.FAMILY),
 )
 FAMILIES: dict[str, Family] = {model_type: family for family in LISTED for model_type in family.model_types}
 UNKNOWN = Family(model_types=())
@@ -69,8 +73,8 @@ MEGATRON = tuple(name for name, family in FAMILIES.items() if family.megatron is
 VLLM_SEEING = tuple(name for name, family in FAMILIES.items() if name in family.vllm_images)
 SGLANG_SEEING = tuple(name for name, family in FAMILIES.items() if name in family.sglang_images)
 SEEING = tuple(name for name, family in FAMILIES.items() if family.vision is not None)
-"""Each a tuple of model_type values: parameters are listed here; the native generator runs them; Megatron trains them; vLLM
-gets images for them; SGLang does; images are understood."""
+"""Each a tuple of model_type values: parameters are listed here; the native generator runs them; Megatron trains them;
+vLLM gets images for them; SGLang does; images are understood."""
 PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 """Files of a model folder that hold the image processor's values; the second in its key image_processor."""
 

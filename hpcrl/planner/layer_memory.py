@@ -135,7 +135,6 @@ def _tensors(value: Any) -> list[Any]:
 
 def _Storages() -> Any:
     """A context that records the bytes of all storages made in it, and when they are freed."""
-    import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Storages(TorchDispatchMode):

@@ -89,10 +89,10 @@ def step_of_torch(folder: Path, batch: Any) -> tuple[Any, dict[str, Any]]:
         rows.append(torch.cat([log_p.new_zeros(1), log_p.gather(1, tokens[1:, None])[:, 0]]))
     found = torch.cat(rows) * batch.loss_mask
     Weighted().loss(Outputs(found, None), batch, norms_of(batch))[0].backward()
-    parameters = list(model.parameters())
+    decayed = {n: p.ndim >= 2 and not n.endswith("bias") for n, p in model.named_parameters()}
     groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": SETTINGS["weight_decay"]},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [p for n, p in model.named_parameters() if decayed[n]], "weight_decay": SETTINGS["weight_decay"]},
+        {"params": [p for n, p in model.named_parameters() if not decayed[n]], "weight_decay": 0.0},
     ]
     torch.optim.AdamW(groups, lr=SETTINGS["lr"], eps=SETTINGS["eps"]).step()
     return found.detach(), {name: p.detach() for name, p in model.named_parameters()}
@@ -211,6 +211,9 @@ SPLITS: dict[tuple[str, str], str] = {
     ("llama4", "context"): "",  # chunks, and layers that count positions from a cache
     ("phimoe", "context"): "",  # windows that the mask alone defines
     ("minimax_m3_vl_text", "context"): OFF.format("minimax_m3_vl_text"),
+    ("minimax", "tensor"): "",
+    ("nemotron_h", "context"): "",
+    ("nemotron_h", "tensor"): "nemotron_h cannot be split: transformers has no plan for it",
     ("falcon_mamba", "context"): "falcon_mamba has no num_attention_heads; set both to 1",
     ("deepseek_v32", "context"): "its packed forward fails",
 }

@@ -188,6 +188,11 @@ class PackedLayout:
             self._chunked[size] = divided
         return self._chunked[size]
 
+    @property
+    def sequences(self) -> Sequence[Tensor]:
+        """For each sequence int64 on the host: its tokens' indices among all packed tokens."""
+        return self._places.split(list(self._lengths))
+
     def attends_both_ways(self, window: int | None) -> bool:
         """Whether some tokens attend to later ones, in a layer with this window."""
         return self._images is not None and (window is not None or not self._only_in_windows)
@@ -303,6 +308,18 @@ class _Unpad(torch.autograd.Function):
         return grad.new_zeros(ctx.shape).index_copy_(0, ctx.shown.first, grad), None
 
 
+def pad(packed: Tensor, shown: Shown) -> Tensor:
+    """Packed [K, ...] -> slots [S, ...]."""
+    slots: Tensor = _Pad.apply(packed, shown)
+    return slots
+
+
+def unpad(slots: Tensor, shown: Shown) -> Tensor:
+    """Slots [S, ...] -> packed [K, ...]."""
+    packed: Tensor = _Unpad.apply(slots, shown)
+    return packed
+
+
 def packed_attention(
     module: nn.Module,
     query: Tensor,
@@ -359,11 +376,9 @@ def _attend(
         attend = varlen.find(layout.attention, sizes) if fits else None
         if attend is not None:
             spans, queries, keys = layout.spans(own_queries)
-            q, k, v = (
-                x if shown is None else _Pad.apply(x, shown) for x, shown in ((q, queries), (k, keys), (v, keys))
-            )
+            q, k, v = (x if shown is None else pad(x, shown) for x, shown in ((q, queries), (k, keys), (v, keys)))
             out: Tensor = attend(q, k, v, spans._replace(scale=scale, window=window, softcap=softcap))
-            return out if queries is None else _Unpad.apply(out, queries)
+            return out if queries is None else unpad(out, queries)
     return by_blocks((q, k, v), layout, scale, window, softcap, sinks)
 
 
@@ -379,7 +394,7 @@ def by_blocks(
     both_ways = layout.attends_both_ways(window)
     padded = layout.padded if both_ways else layout.own_queries
     images = layout.images if both_ways else [None] * len(padded.blocks)
-    q, k, v = (_Pad.apply(x, shown) for x, shown in zip(qkv, (padded.queries, padded.keys, padded.keys), strict=True))
+    q, k, v = (pad(x, shown) for x, shown in zip(qkv, (padded.queries, padded.keys, padded.keys), strict=True))
     outputs = []
     # split, not slices: a split's gradient is one concatenation, but n slices' is n full-size tensors of zeros.
     keys = [block.rows * block.length for block in padded.blocks]
@@ -394,8 +409,7 @@ def by_blocks(
         else:
             out = causal_attention(qb, kb, vb, scale=scale, window=window, softcap=softcap, sinks=sinks)
         outputs.append(out.transpose(1, 2).flatten(0, 1))
-    unpadded: Tensor = _Unpad.apply(outputs[0] if len(outputs) == 1 else torch.cat(outputs), padded.queries)
-    return unpadded
+    return unpad(outputs[0] if len(outputs) == 1 else torch.cat(outputs), padded.queries)
 
 
 def visible_keys(images: Tensor, window: int | None) -> Tensor:
