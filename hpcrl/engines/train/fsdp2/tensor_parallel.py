@@ -42,7 +42,7 @@ norms over all heads nor the parts of fused matrices."""
 WHOLE = {"replicated_with_grad_allreduce", "embedding_rowwise", "mla_kv_a_proj", "all_reduce"}
 USUAL: dict[str, str] = {
     **{f"self_attn.{name}_proj": "colwise" for name in ("q", "k", "v", "qkv", "q_b", "kv_b", "gate", "g")},
-    **{"self_attn.sinks": "colwise", "self_attn.o_proj": "rowwise"},
+    **{"self_attn.sinks": "colwise", "self_attn.o_proj": "rowwise", "self_attn.out_proj": "rowwise"},
     **{f"mlp.{name}_proj": "colwise" for name in ("gate", "up", "gate_up")},
     **{"mlp.down_proj": "rowwise", "mlp.experts": EXPERTS},
 }
@@ -122,10 +122,10 @@ class TensorParallel:
                 raise self._refusal(f"{self.axis.size} does not divide the parts {parts} of {name}")
             module.forward = self._of_parts(module, parts)  # type: ignore[method-assign, assignment]
         norm: Any = getattr(owner, f"{name.rpartition('.')[2].removesuffix('_proj')}_norm", None)
-        if norm is not None and norm.weight.numel() == width:
-            is_vector = norm.weight.ndim == 1
+        weight = getattr(norm, "weight", None)
+        if weight is not None and weight.numel() == width:
             self._shrink(f"{name.removesuffix('_proj')}_norm", norm, "weight", 0)
-            if is_vector:
+            if weight.ndim == 1:
                 norm.forward = self._over_all_heads(name, norm)
 
     def _parts(self, name: str, module: nn.Linear, owner: Any) -> list[int]:
@@ -247,5 +247,5 @@ class ConfigOfRank:
         self._config, self._size = config, size
 
     def __getattr__(self, name: str) -> Any:
-        value = getattr(self.__dict__["_config"], name)
+        value = getattr(object.__getattribute__(self, "_config"), name)
         return value // self._size if name in HEADS and isinstance(value, int) else value
