@@ -73,7 +73,7 @@ def grouped_shape(
     decoder: Decoder,
     config: Mapping[str, Any],
     prefix: str = "model.",
-    mixture: Mixture = Mixture(),  # noqa: B008  frozen
+    mixture: Mixture = Mixture(),
 ) -> ModelShape:
     """The decoder of a config.json, with the defaults of transformers 5 for missing keys. `prefix` begins the names of
     its parameters. CannotPlanError if a size is missing, too large or not a whole number above 0."""
