@@ -6,6 +6,7 @@ They are read by rows, so memory holds only a block of rows and never a full ten
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from torch import Tensor
 from hpcrl.convert.file_names import FileNames
 from hpcrl.convert.shards import ShardedCheckpoint
 from hpcrl.convert.weight_files import WeightFiles
-from hpcrl.engines.train.megatron.names import EMBEDDING, HEAD, VALUE_HEAD, Entry, NameTable, table
+from hpcrl.engines.train.megatron.names import EMBEDDING, HEAD, VALUE_HEAD, Entry, NameTable, parts, shard, table
 from hpcrl.models.families import family_of
 from hpcrl.spec.lora import is_adapter
 from hpcrl.spec.weight_layout import TensorSlice
@@ -84,13 +85,19 @@ class MegatronWeights:
         self._where = self._find(local, fused)
         self.shapes = local.shapes
         self._rows: dict[str, list[tuple[Entry, int, int, int]]] = {name: [] for name in self.shapes}
+        self._stacked: dict[str, list[Entry]] = {}  # tensors of all experts, by expert
         for entry in local.entries:
             for piece in entry.rows:
                 self._rows[piece.hf].append((entry, piece.first, piece.at, piece.count))
+                if piece.expert == len(of_experts := self._stacked.setdefault(piece.hf, [])):
+                    of_experts.append(entry)
         self.dtypes = {name: self._dtype(pieces[0][0]) for name, pieces in self._rows.items()}
 
     def read(self, name: str, first: int, last: int) -> Tensor:
         """Rows of an HF tensor."""
+        if of_experts := self._stacked[name]:
+            whole = ((entry, self._read(entry, 0, entry.shape[0])) for entry in of_experts[first:last])
+            return torch.cat([values for entry, tensor in whole for _, _, values in parts(entry, tensor)])
         result: Tensor | None = None
         for entry, start, at, count in self._rows[name]:
             low, high = max(first, start), min(last, start + count)
@@ -273,6 +280,7 @@ class ModelWeights:
     def __init__(self, folder: Path, config: Mapping[str, Any], padded_vocabulary: int):
         self.table = table(config, "fused", padded_vocabulary)
         self._files = WeightFiles(folder)
+        self._last = threading.local()
         if f"{VALUE_HEAD}.weight" in self._files.tensors:
             raise ValueError(
                 f"{folder} is a critic, whose value head ({VALUE_HEAD}.weight) would be lost; only language models "
@@ -303,6 +311,8 @@ class ModelWeights:
     def read(self, name: str, first: int, last: int) -> Tensor:
         """Rows of a Megatron tensor; padding rows are zero."""
         entry = self.entries[name]
+        if entry.rows[0].expert is not None:
+            return self._expert(entry)[first:last]
         result: Tensor | None = None
         for rows in entry.rows:
             low, high = max(first, rows.at), min(last, rows.at + rows.count)
@@ -316,12 +326,33 @@ class ModelWeights:
                 result[low - first : high - first] = part
         return torch.zeros((last - first, *entry.shape[1:]), dtype=self.dtypes[name]) if result is None else result
 
+    def _expert(self, entry: Entry) -> Tensor:
+        """A tensor of one expert, which has a slice of the HF tensor of all experts. Each thread keeps the last one,
+        whose rows it needs block by block."""
+        last: tuple[str, Tensor] | None = getattr(self._last, "expert", None)
+        if last is None or last[0] != entry.name:
+            (name,) = {rows.hf for rows in entry.rows}
+            last = entry.name, shard(entry, {name: _Slices(self._files, name)})
+            self._last.expert = last
+        return last[1]
+
     def check_sums(self, report_progress: Callable[[], None]) -> None:
         """Does nothing: safetensors files have no checksums."""
 
     def close(self) -> None:
         """Close the files."""
         self._files.close()
+
+
+class _Slices:
+    """An HF tensor in files, of which indexing reads slices."""
+
+    def __init__(self, files: WeightFiles, name: str):
+        self._files, self._name = files, name
+
+    def __getitem__(self, index: tuple[slice, ...]) -> Tensor:
+        rows, *rest = index
+        return self._files.read(self._name, rows.start, rows.stop)[(slice(None), *rest)]
 
 
 def opened(folder: Path, config: Mapping[str, Any]) -> TensorSource:

@@ -307,3 +307,15 @@ def test_replayed_experts_match_fsdp2(tmp_path: Path) -> None:
         free = FSDP2Engine(config, folder, dtype=torch.float32, total_steps=8).logprobs(batch, [[0, 1, 2, 3]], 0.7)
     assert wanted is not None and free is not None and (wanted - free).abs().max() > 0.1
     run_ranks(2, _replay, folder, wanted, gradients)
+
+
+@pytest.mark.slow
+def test_megatron_has_no_packed_gated_delta_layer() -> None:
+    """Why Qwen3-Next is not trained."""
+    from types import SimpleNamespace
+
+    from megatron.core.ssm.gated_delta_net import GatedDeltaNet
+
+    layer: Any = SimpleNamespace(sp_size=1)
+    with pytest.raises(NotImplementedError, match="GDN does not support packed sequence"):
+        GatedDeltaNet.forward(layer, torch.zeros(4, 1, 8), attention_mask=None, packed_seq_params=SimpleNamespace())

@@ -166,3 +166,12 @@ def test_the_critic_matches_fsdp2s_and_its_export_loads_in_transformers(tmp_path
         assert {tensor.dtype for tensor in rounded.weights.parameters.values()} == {torch.bfloat16}
         assert (half := rounded.values(batch, plan)) is not None and half.dtype == torch.float32 and half.any()
     torch.testing.assert_close(of_transformers(tmp_path / "hf", batch)[0], values, rtol=0, atol=2e-5)
+
+
+@pytest.mark.slow
+def test_a_family_without_a_class_for_critics_is_refused(world_of_one: None, tmp_path: Path) -> None:
+    from hpcrl.engines.train.megatron.critic import MegatronCritic
+
+    folder = make_model_folder("glm4_moe", tmp_path / "model")
+    with pytest.raises(ValueError, match="no token classification model of glm4_moe, as which a critic is exported"):
+        MegatronCritic(TrainerConfig(engine="megatron"), folder, total_steps=1)

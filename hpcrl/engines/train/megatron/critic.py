@@ -18,7 +18,7 @@ from hpcrl.algorithms.interface import Objective, Outputs
 from hpcrl.config import Config
 from hpcrl.engines.train.megatron.engine import MegatronEngine
 from hpcrl.engines.train.megatron.export import export
-from hpcrl.engines.train.megatron.gpt_model import Prediction
+from hpcrl.engines.train.megatron.gpt_model import Description, Prediction
 from hpcrl.engines.train.megatron.spec import MegatronConfig
 from hpcrl.rollout.batch import Batch, MicroBatches
 
@@ -79,6 +79,15 @@ class MegatronCritic(MegatronEngine):
 
     computes = frozenset({"values"})
     chunk_class = ValueModel
+
+    def _describe(self) -> Description:
+        found = super()._describe()
+        if found.shape.family not in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES:
+            raise ValueError(
+                f"model.path {self.model_path}: transformers has no token classification model of "
+                f"{found.shape.family}, as which a critic is exported; use another model as critic.path"
+            )
+        return found
 
     def values(self, batch: Batch, micro_batches: MicroBatches) -> Tensor | None:
         """See ValueEngine. None on ranks before the last stage."""

@@ -26,6 +26,7 @@ from hpcrl.engines.train.fail_together import agreed
 from hpcrl.engines.train.megatron import checkpoint, cpu
 from hpcrl.engines.train.megatron.export import export
 from hpcrl.engines.train.megatron.gpt_model import (
+    Description,
     LogprobsModel,
     Prediction,
     build,
@@ -103,7 +104,7 @@ class MegatronEngine:
             torch.use_deterministic_algorithms(True)
         self.dtype = getattr(torch, config.param_dtype)
         agreed(lambda: check_layers(on_gpu=self.device.type == "cuda"))
-        self.description = agreed(lambda: describe(self.model_path))
+        self.description = agreed(self._describe)
         initialize_parallel(self.own)
         self.data_parallel_rank = parallel_state.get_data_parallel_rank()
         self.data_parallel_size = parallel_state.get_data_parallel_world_size()
@@ -135,6 +136,10 @@ class MegatronEngine:
             checkpoint.TorchDistSnapshots(self.chunks, self.optimizer) if self.optimizer is not None else None
         )
         self.num_parameters = sum(map(math.prod, self.weights.table.shapes.values()))
+
+    def _describe(self) -> Description:
+        """The folder's model. ValueError if it cannot be trained."""
+        return describe(self.model_path)
 
     # ---- forward and backward
 

@@ -1,0 +1,95 @@
+"""Every family of the Megatron engine: its checkpoints become the model, and the model becomes a checkpoint that it
+loads. FSDP2's checkpoints of further families."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from hpcrl.config import TrainerConfig
+from hpcrl.convert.__main__ import main
+from hpcrl.engines.train.fsdp2.engine import FSDP2Engine
+from tests.checkpoint.writing import write_files
+from tests.engines.architectures import make_folder
+from tests.engines.worlds import make_model_folder
+
+pytestmark = [pytest.mark.slow, pytest.mark.numerics]
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen2_moe": {"num_hidden_layers": 3, "mlp_only_layers": [1]},
+    "mixtral": {"num_hidden_layers": 3},
+    "glm4_moe": {"use_qk_norm": True, "attention_bias": True},
+    "gpt_oss": {},
+    "deepseek_v2": {"num_hidden_layers": 3},
+    "deepseek_v3": {"q_lora_rank": None, "n_group": 1, "topk_group": 1},
+}
+
+
+def convert(*words: Any) -> None:
+    assert main([str(word) for word in words]) == 0
+
+
+def weights(folder: Path) -> dict[str, Tensor]:
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def check_equal(folder: Path, origin: Path) -> None:
+    found, expected = weights(folder), weights(origin)
+    assert found.keys() == expected.keys()
+    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_megatrons_checkpoints_convert_both_ways(family: str, world_of_one: None, tmp_path: Path) -> None:
+    pytest.importorskip("megatron.core")
+    from hpcrl.engines.train.megatron.engine import MegatronEngine
+
+    model = make_model_folder(family, tmp_path / "model", **FAMILIES[family])
+    engine = MegatronEngine(TrainerConfig(engine="megatron"), model, total_steps=1)
+    (tmp_path / "step").mkdir()
+    write_files(tmp_path / "step", engine.snapshot())
+    convert("--checkpoint", tmp_path / "step", "--model", model, "--output", tmp_path / "hf", "--verify")
+    check_equal(tmp_path / "hf", model)
+
+    convert("--to", "megatron", "--checkpoint", model, "--output", tmp_path / "dist", "--verify")
+    convert("--checkpoint", tmp_path / "dist", "--output", tmp_path / "back", "--shard-gb", "3e-5")
+    check_equal(tmp_path / "back", model)
+
+    expected = {name: tensor.clone() for name, tensor in engine.weights.parameters.items()}
+    with torch.no_grad():
+        for tensor in engine.weights.parameters.values():
+            tensor.fill_(7.0)
+    load_as_megatron_does(engine, tmp_path / "dist")
+    vocabulary = len(weights(model)["model.embed_tokens.weight"])  # the paddings differ
+    found = engine.weights.parameters
+    assert all(torch.equal(found[name][:vocabulary], tensor[:vocabulary]) for name, tensor in expected.items())
+
+
+def load_as_megatron_does(engine: Any, folder: Path) -> None:
+    from megatron.core import dist_checkpointing, parallel_state
+    from megatron.core.dist_checkpointing.validation import StrictHandling
+
+    (chunk,) = engine.chunks
+    metadata = torch.load(folder / "common.pt", weights_only=False)["content_metadata"]
+    if not metadata["non_homogeneous_layers"]:  # a list, which the engine always gives, means layers of several kinds
+        chunk.module.decoder.config.moe_layer_freq = 1
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    wanted = chunk.module.sharded_state_dict(metadata=metadata | {"dp_cp_group": group})
+    state = dist_checkpointing.load(wanted, str(folder), strict=StrictHandling.LOG_UNEXPECTED)
+    chunk.module.load_state_dict(state, strict=False)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe", "gpt_oss", "mixtral", "qwen3_next"])
+def test_fsdp2s_checkpoints_become_the_model(family: str, world_of_one: None, tmp_path: Path) -> None:
+    """As the engine writes them: experts in one tensor, moments beside the weights. DeepSpeed's have the same format."""
+    model = make_folder(family, tmp_path / "model")
+    engine = FSDP2Engine(TrainerConfig(), model, dtype=torch.float32, total_steps=1)
+    (tmp_path / "step").mkdir()
+    write_files(tmp_path / "step", engine.snapshot())
+    convert("--checkpoint", tmp_path / "step", "--model", model, "--output", tmp_path / "hf", "--verify")
+    check_equal(tmp_path / "hf", model)
