@@ -72,5 +72,7 @@ class Family:
     peft_experts: frozenset[str] = frozenset()
     """Last parts of layer names that peft (0.21) treats as experts, in every family whose experts transformers stacks
     as in this one."""
+    peft_refuses: frozenset[str] = frozenset()
+    """Last parts of layer names for which peft (0.21) refuses adapters."""
     small_sizes: Mapping[str, Any] = field(default_factory=dict)
     """Sizes for a small model (hpcrl.engines.train.fsdp2.small_model) that must match each other."""
