@@ -61,9 +61,10 @@ class TrainerConfig(Section):
 
     engine: str = "fsdp2"
     """Training engine."""
-    optimizer: Literal["adamw", "adamw8bit", "muon"] = "adamw"
+    optimizer: Literal["adamw", "adamw8bit", "muon", "adafactor"] = "adamw"
     """Optimizer of the layers' matrices; embedding, vocabulary projection, norms and biases use AdamW. muon: Muon,
-    scaled to AdamW's learning rates (arXiv 2502.16982). adamw8bit: AdamW with moments in 8 bits (arXiv 2110.02861)."""
+    scaled to AdamW's learning rates (arXiv 2502.16982). adamw8bit: AdamW with moments in 8 bits (arXiv 2110.02861).
+    adafactor: second moments by row and column (arXiv 1804.04235)."""
     lr: PositiveFloat = 1e-6
     """Peak learning rate."""
     min_lr: NonNegative = 0.0
