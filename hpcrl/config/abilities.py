@@ -123,6 +123,16 @@ def _lora(config: Config) -> Iterator[Problem]:
         text = "with LoRA (trainer.lora.rank) the reference is the base model, which never changes; use null"
         path = ("algorithm", "ref_update_steps")
         yield Problem(path, f"algorithm.ref_update_steps: {text}", (("trainer", "lora", "rank"),))
+    if "experts" in config.lora.parts and config.lora.dropout:
+        text = (
+            "experts' adapters change their matrices, which dropout of inputs cannot; use 0, or parts without experts"
+        )
+        path = ("trainer", "lora", "dropout")
+        yield Problem(path, f"trainer.lora.dropout: {text}", (("trainer", "lora", "parts"),))
+    if "experts" in config.lora.parts and (config.generates or config.evaluates):
+        text = "no generator applies adapters of experts; leave experts out, or use pipeline=sft with eval_every=0"
+        path = ("trainer", "lora", "parts")
+        yield Problem(path, f"trainer.lora.parts: {text}", (("generator", "engine"),))
     for role, runs, table in (
         ("trainer", True, TRAIN_ENGINES),
         ("generator", config.generates or config.evaluates, GEN_ENGINES),

@@ -32,18 +32,23 @@ class LoRAConfig(Section):
     are computed without dropout. The draws depend on seed, step, micro-batch and rank only."""
     target_modules: Annotated[list[str], Field(min_length=1)] | None = None
     """Last parts of the names of linear layers that get an adapter ([q_proj, v_proj]); null: all linear layers of
-    `parts`. The embedding, the vocabulary projection, and a mixture's routers and experts never get an adapter."""
-    parts: Annotated[list[Literal["decoder", "vision", "merger"]], Field(min_length=1)] = ["decoder"]
-    """Parts of the model that get adapters. vision: the vision tower without its merger; merger: the layers between
-    tower and decoder. All other weights are frozen."""
+    `parts`. The embedding, the vocabulary projection, and a mixture's routers never get an adapter."""
+    parts: Annotated[list[Literal["decoder", "experts", "vision", "merger"]], Field(min_length=1)] = ["decoder"]
+    """Parts of the model that get adapters. decoder: without experts; experts: the stacked matrices of a mixture, with
+    an adapter for each expert (peft's target_parameters); vision: the vision tower without its merger; merger: the
+    layers between tower and decoder. All other weights are frozen."""
 
     def rank_of(self, module: str) -> int:
         """The rank of a layer's adapter."""
         return matched(self.rank_pattern, module, self.rank)
 
+    def alpha_of(self, module: str) -> float:
+        """The alpha of a layer's adapter."""
+        return matched(self.alpha_pattern, module, self.alpha)
+
     def scale_of(self, module: str) -> float:
         """A layer's alpha / rank."""
-        return matched(self.alpha_pattern, module, self.alpha) / self.rank_of(module)
+        return self.alpha_of(module) / self.rank_of(module)
 
     @property
     def max_rank(self) -> int:
@@ -56,9 +61,10 @@ class TrainerConfig(Section):
 
     engine: str = "fsdp2"
     """Training engine."""
-    optimizer: Literal["adamw", "adamw8bit", "muon"] = "adamw"
+    optimizer: Literal["adamw", "adamw8bit", "muon", "adafactor"] = "adamw"
     """Optimizer of the layers' matrices; embedding, vocabulary projection, norms and biases use AdamW. muon: Muon,
-    scaled to AdamW's learning rates (arXiv 2502.16982). adamw8bit: AdamW with moments in 8 bits (arXiv 2110.02861)."""
+    scaled to AdamW's learning rates (arXiv 2502.16982). adamw8bit: AdamW with moments in 8 bits (arXiv 2110.02861).
+    adafactor: second moments by row and column (arXiv 1804.04235)."""
     lr: PositiveFloat = 1e-6
     """Peak learning rate."""
     min_lr: NonNegative = 0.0

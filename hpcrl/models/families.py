@@ -50,16 +50,9 @@ from hpcrl.spec.trajectory import declare
 
 LISTED = (
     *(qwen2.FAMILY, qwen3.FAMILY, qwen3_moe.FAMILY, llama.FAMILY, mistral.FAMILY, mistral.MINISTRAL, phi3.FAMILY),
-    *(
-        gemma.GEMMA2,
-        gemma.GEMMA3,
-        qwen2_5_vl.FAMILY,
-        qwen3_vl.FAMILY,
-        qwen3_vl.MOE,
-        deepseek_v3.FAMILY,
-        deepseek_v3.KIMI,
-    ),
-    *(bert.FAMILY, hyperclovax.FAMILY, llama4.FAMILY, mamba2.FAMILY, mixtral.FAMILY, qwen2_moe.FAMILY),
+    *(gemma.GEMMA2, gemma.GEMMA3, qwen2_5_vl.FAMILY, qwen3_vl.FAMILY, qwen3_vl.MOE, deepseek_v3.FAMILY),
+    *(deepseek_v3.KIMI, bert.FAMILY, hyperclovax.FAMILY, llama4.FAMILY, mamba2.FAMILY, mamba2.OTHERS),
+    *(mixtral.FAMILY, qwen2_moe.FAMILY),
     *(qwen2_vl.FAMILY, qwen3_5.FAMILY, glm4v.FAMILY, internvl.FAMILY, gemma3.FAMILY, gemma4.FAMILY),
     *(idefics3.FAMILY, llava_onevision.FAMILY, deepseek_v2.FAMILY, glm4_moe.FAMILY, gpt_oss.FAMILY),
     *(minimax.FAMILY, rwkv.FAMILY, xlstm.FAMILY),

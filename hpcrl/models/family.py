@@ -88,5 +88,7 @@ class Family:
     mixers: tuple[str, ...] = ()
     """Class names in transformers of modules that mix tokens with neither attention nor a convolution
     (hpcrl.engines.train.fsdp2.row_mixers)."""
+    peft_refuses: frozenset[str] = frozenset()
+    """Last parts of layer names for which peft (0.21) refuses adapters."""
     small_sizes: Mapping[str, Any] = field(default_factory=dict)
     """Sizes for a small model (hpcrl.engines.train.fsdp2.small_model) that must match each other."""

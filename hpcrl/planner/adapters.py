@@ -10,7 +10,7 @@ from hpcrl.config import Config, LoRAConfig, Problem
 from hpcrl.models.shape import ModelShape, Parameter
 from hpcrl.models.tower import PREFIX, part_of
 from hpcrl.spec import freeze
-from hpcrl.spec.lora import A, B, matches, unknown, unmatched
+from hpcrl.spec.lora import STACKED, A, B, matches, unknown, unmatched
 
 HEAD = "lm_head.weight"
 ROUTER = re.compile(r"\.(gate|router)\.[^.]+$")
@@ -27,11 +27,23 @@ def _linear(lora: LoRAConfig, shape: ModelShape) -> list[Parameter]:
     return [*decoder, *(p for p in matrices if p.layer is None and part_of(p.name) in lora.parts)]
 
 
+def _stacked(lora: LoRAConfig, shape: ModelShape) -> list[Parameter]:
+    """The stacked matrices of experts that get adapters."""
+    return [p for p in shape.parameters if "experts" in lora.parts and p.split == "expert" and len(p.shape) == 3]
+
+
 def adapters(lora: LoRAConfig | None, shape: ModelShape) -> list[Parameter]:
     """The weights of all adapters; empty without trainer.lora."""
     if lora is None:
         return []
     found = []
+    for parameter in _stacked(lora, shape):
+        owner, _, name = parameter.name.rpartition(".")
+        experts, rows, columns = parameter.shape
+        rank = experts * lora.rank_of(parameter.name)
+        for suffix, sizes in ((A, (rank, columns)), (B, (rows, rank))):
+            full = f"{owner}.{STACKED}.{name}{suffix}"
+            found.append(Parameter(full, sizes, "whole", parameter.layer, parameter.block))
     for parameter in _linear(lora, shape):
         module, (rows, columns) = parameter.name.removesuffix(".weight"), parameter.shape
         if matches(module, lora.target_modules):
@@ -101,15 +113,19 @@ def check_targets(config: Config, shape: ModelShape) -> Iterator[Problem]:
     if config.lora is None:
         return
     for part in config.lora.parts:
-        if not _linear(config.lora.model_copy(update={"parts": [part]}), shape):
-            text = f"trainer.lora.parts: {shape.family} has no linear layers in {part}; leave it out"
+        only = config.lora.model_copy(update={"parts": [part]})
+        if not (_stacked(only, shape) if part == "experts" else _linear(only, shape)):
+            what = part if part == "experts" else f"linear layers in {part}"
+            text = f"trainer.lora.parts: {shape.family} has no {what}; leave it out"
             yield Problem(("trainer", "lora", "parts"), text, (("model",),))
             return
     modules = [p.name.removesuffix(".weight") for p in _linear(config.lora, shape)]
-    if text := unknown(config.lora.target_modules, modules):
+    stacked = [p.name for p in _stacked(config.lora, shape)]
+    wanted = modules or not stacked or config.lora.target_modules
+    if wanted and (text := unknown(config.lora.target_modules, modules)):
         yield Problem(("trainer", "lora", "target_modules"), text, (("model",),))
         return
-    modules = [name for name in modules if matches(name, config.lora.target_modules)]
+    modules = [name for name in modules if matches(name, config.lora.target_modules)] + stacked
     for key in ("rank_pattern", "alpha_pattern"):
         if text := unmatched(key, getattr(config.lora, key), modules):
             yield Problem(("trainer", "lora", key), text, (("model",),))

@@ -12,6 +12,9 @@ T = TypeVar("T")
 
 A, B = ".lora_A.weight", ".lora_B.weight"
 """Suffixes that replace `.weight` in the names of an adapter's matrices [rank, in] and [out, rank]."""
+STACKED = "lora"
+"""The submodule of a layer's experts with an adapter for each stacked parameter: `experts.NAME` [experts, out, in] has
+the matrices `experts.lora.NAME.lora_A.weight` [rank * experts, in] and `lora_B` [out, rank * experts], as in peft."""
 
 
 def is_adapter(name: str) -> bool:
@@ -20,8 +23,15 @@ def is_adapter(name: str) -> bool:
 
 
 def adapted(name: str) -> str:
-    """The name of the matrix that an adapter's weight adapts."""
-    return f"{name.removesuffix(A).removesuffix(B)}.weight"
+    """The name of the matrix, or of the stacked matrices, that an adapter's weight adapts."""
+    module = name.removesuffix(A).removesuffix(B)
+    owner, inside, parameter = module.rpartition(f".{STACKED}.")
+    return f"{owner}.{parameter}" if inside else f"{module}.weight"
+
+
+def layer_of(name: str) -> str:
+    """The name of the layer, or of the stacked parameter, that an adapter's weight adapts; patterns refer to it."""
+    return adapted(name).removesuffix(".weight")
 
 
 def matches(module: str, targets: Sequence[str] | None) -> bool:

@@ -3,10 +3,12 @@ exporting; and equal log-probs in the generators."""
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 import pickle
 import re
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,7 @@ from hpcrl.engines.gen.generation_engine import GenEngine, Output, Request, Samp
 from hpcrl.engines.gen.native.engine import NativeEngine
 from hpcrl.engines.train.fsdp2 import engine as fsdp2
 from hpcrl.engines.train.fsdp2.engine import FSDP2Engine
-from hpcrl.engines.train.fsdp2.lora import dropout_mask
+from hpcrl.engines.train.fsdp2.lora import Adapters, dropout_mask
 from hpcrl.engines.train.fsdp2.spec import FSDP2Config
 from hpcrl.models.families import read_shape
 from hpcrl.planner.adapters import adapters, check_targets
@@ -36,6 +38,7 @@ from hpcrl.workers.one_process import OneProcess
 from tests.checkpoint.writing import write_files
 from tests.contracts.test_train_engine import check_contract
 from tests.contracts.train.fsdp2 import gradients
+from tests.engines.architectures import make_folder as make_tiny_folder
 from tests.engines.test_fsdp2 import worst_difference
 from tests.engines.worlds import Weighted, make_batch, make_model_folder, norms_of, run_ranks
 
@@ -69,6 +72,13 @@ def results(trainer: FSDP2Engine, whole: Batch) -> tuple[Tensor, dict[str, Tenso
     return trainer.logprobs(batch, plan, 1.0), gradients(trainer, batch, plan, Weighted(), norms_of(whole))
 
 
+def in_hpcrl(name: str) -> str:
+    """The name of a parameter of peft's model. peft wraps experts for gate_up_proj first, then for down_proj."""
+    name = name.removeprefix("base_model.model.").replace(".default", "")
+    name = name.replace("experts.base_layer.lora_", "experts.lora.gate_up_proj.lora_")
+    return name.replace("experts.lora_", "experts.lora.down_proj.lora_")
+
+
 def peft_results(base: Path, adapter: Path | None, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
     """Log-probs [T] and gradients of Weighted, by peft and transformers' eager attention, one sequence at a time."""
     peft = pytest.importorskip("peft")
@@ -81,7 +91,7 @@ def peft_results(base: Path, adapter: Path | None, batch: Batch) -> tuple[Tensor
         pieces.append(torch.cat([log_p.new_zeros(1), log_p.gather(1, tokens[1:, None])[:, 0]]))
     logprobs = torch.cat(pieces) * batch.loss_mask
     Weighted().loss(Outputs(logprobs, None), batch, norms_of(batch))[0].backward()
-    named = ((n.removeprefix("base_model.model.").replace(".default", ""), p) for n, p in model.named_parameters())
+    named = ((in_hpcrl(n), p) for n, p in model.named_parameters())
     return logprobs.detach(), {name: p.grad for name, p in named if p.grad is not None}
 
 
@@ -92,6 +102,7 @@ def peft_results(base: Path, adapter: Path | None, batch: Batch) -> tuple[Tensor
         ("qwen2", {}),
         ("gemma2", {"target_modules": ["v_proj", "down_proj"]}),
         ("qwen3_moe", {}),  # adapters only in the attention
+        ("qwen3_moe", {"parts": ["decoder", "experts"]}),
     ],
 )
 def test_gradients_match_peft(family: str, lora: dict[str, Any], tmp_path: Path, world_of_one: None) -> None:
@@ -109,7 +120,9 @@ def test_gradients_match_peft(family: str, lora: dict[str, Any], tmp_path: Path,
     shape = read_shape(json.loads((folder / "config.json").read_text()))
     planned = {p.name: p.shape for p in adapters(trainer.config.lora, shape)}
     assert {held.name: held.shape for held in trainer.weight_layout()} == planned
-    assert len(mine) == len(planned) > 0 and not any("experts" in name or "mlp.gate." in name for name in mine)
+    with_experts = "experts" in trainer.config.lora.parts
+    assert len(mine) == len(planned) > 0 and not any("mlp.gate." in name for name in mine)
+    assert any("experts" in name for name in mine) == with_experts
     plan = [list(range(len(LENGTHS)))]
     assert torch.equal(trainer.reference_logprobs(batch, plan, 1.0), engine(folder).logprobs(batch, plan, 1.0))
     merged, _ = peft_results(tmp_path / "out", None, batch)
@@ -160,7 +173,7 @@ def test_dropout_is_pefts_and_depends_on_seed_step_and_micro_batch(tmp_path: Pat
         log_p = model(tokens[None]).logits[0, :-1].log_softmax(-1)
         pieces.append(torch.cat([log_p.new_zeros(1), log_p.gather(1, tokens[1:, None])[:, 0]]))
     Weighted().loss(Outputs(torch.cat(pieces) * batch.loss_mask, None), batch, norms_of(batch))[0].backward()
-    named = ((n.removeprefix("base_model.model.").replace(".default", ""), p) for n, p in model.named_parameters())
+    named = ((in_hpcrl(n), p) for n, p in model.named_parameters())
     assert worst_difference(mine, {name: p.grad for name, p in named if p.grad is not None}) < 1e-5
     state = tmp_path / "state"
     state.mkdir()
@@ -193,6 +206,8 @@ def test_patterns_must_match_adapters(tmp_path: Path, world_of_one: None) -> Non
         ({"rank_pattern": {"q_proj[": 2}}, "expected a regular expression (unterminated character set at position 6)"),
         ({"rank_pattern": {"q_proj": 0}}, "trainer.lora.rank_pattern.q_proj: "),
         ({"dropout": 1.0}, "trainer.lora.dropout: "),
+        ({"dropout": 0.1, "parts": ["experts"]}, "trainer.lora.dropout: experts' adapters change their matrices"),
+        ({"parts": ["experts"]}, "trainer.lora.parts: no generator applies adapters of experts; leave experts out"),
         ({"use_rslora": True}, "trainer.lora.use_rslora: unknown key"),
         ({"use_dora": True}, "trainer.lora.use_dora: unknown key"),
     ):
@@ -201,23 +216,65 @@ def test_patterns_must_match_adapters(tmp_path: Path, world_of_one: None) -> Non
         assert any(expected in line for line in caught.value.problems), caught.value.problems
 
 
-@pytest.mark.slow
-def test_dense_layers_that_peft_would_take_for_experts_are_refused(tmp_path: Path, world_of_one: None) -> None:
-    """Adapters of the attention are loaded by peft; those of the dense layers would be ignored with a warning."""
-    sizes = {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
-             "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}  # fmt: skip
-    folder, batch = make_model_folder("glm4_moe", tmp_path / "model", **sizes), make_batch(LENGTHS)
-    with pytest.raises(
-        ValueError, match="down_proj, gate_proj, up_proj of glm4_moe are dense layers that peft treats as"
-    ):
-        engine(folder, lora=LORA)
-    attention = LORA.model_copy(update={"target_modules": ["q_proj", "o_proj"]})
-    trainer = engine(folder, lora=attention)
-    step(trainer, batch)
-    trainer.export_hf(tmp_path / "out")
-    want, _ = peft_results(folder, tmp_path / "out" / "adapter", batch)
-    got, _ = results(trainer, batch)
-    assert (got - want).abs().max() < 2e-5
+SOME_MIXTURES = ("glm4_moe", "qwen3_next", "deepseek_v3", "gpt_oss")
+MIXTURES = ("qwen2_moe", "qwen3_moe", "deepseek_v2", "mixtral", "minimax_m2", "granitemoehybrid", "lfm2_moe")
+
+
+@pytest.mark.parametrize("parts", [["experts"], ["experts", "decoder"]], ids="+".join)
+@pytest.mark.parametrize(
+    "family",
+    [
+        *(pytest.param(family, marks=pytest.mark.slow) for family in SOME_MIXTURES),
+        *(pytest.param(family, marks=pytest.mark.soak) for family in (*MIXTURES, "nemotron_h", "llama4")),
+    ],
+)
+def test_peft_loads_adapters_of_mixtures(
+    family: str, parts: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """peft has the logits of this model, and each adapter counts: of dense layers with the names of experts, and of
+    experts."""
+    peft = pytest.importorskip("peft")
+    folder = make_tiny_folder(family, tmp_path / "model")
+    base: Any = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
+    theirs: Any = copy.deepcopy(base)
+    first = names_of(base, parts)[0]
+    layer = re.escape(first[: first.index(".", len("model.layers."))])
+    lora = LoRAConfig(rank=3, alpha=7.0, parts=parts, rank_pattern={f"{layer}.*": 2}, alpha_pattern={f"{layer}.*": 5.0})
+    adapters = Adapters(lora)
+    ours = adapters.add(base, torch.float32, 0)
+    torch.manual_seed(5)
+    with torch.no_grad():
+        for name, parameter in ours.named_parameters():
+            if name.endswith("lora_B.weight"):
+                parameter.normal_(std=0.3)
+    weights = {name: parameter.detach() for name, parameter in ours.named_parameters()}
+    adapters.write(weights, ours, folder, tmp_path / "adapter")
+    if family == "nemotron_h" and "decoder" in parts:  # peft refuses out_proj in it
+        assert not (tmp_path / "adapter").exists() and "so the export has only the merged weights" in caplog.text
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # for missing or unknown names
+        warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys")  # of parameters, but they match
+        theirs = peft.PeftModel.from_pretrained(theirs, tmp_path / "adapter")
+    theirs.eval()
+    ours.eval()
+    tokens = torch.arange(3, 27)[None]
+    with torch.no_grad():
+        got, want = ours(tokens, use_cache=False).logits, theirs(tokens, use_cache=False).logits
+        with adapters.off():
+            without = ours(tokens, use_cache=False).logits
+    assert (got - want).abs().max() < 1e-4 * want.abs().max() and (got - without).abs().max() > 1e-2
+    merged: Any = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
+    merged.load_state_dict(adapters.merged(weights, ours), strict=False)
+    with torch.no_grad():
+        assert (merged(tokens, use_cache=False).logits - want).abs().max() < 1e-4 * want.abs().max()
+
+
+def names_of(hf: Any, parts: list[str]) -> list[str]:
+    """Names of the layers and stacked parameters that adapters of these parts may adapt."""
+    stacked = [name for name, p in hf.named_parameters() if ".experts." in name and p.ndim == 3]
+    linear = [f"model.{name}" for name, module in hf.model.named_modules() if isinstance(module, torch.nn.Linear)]
+    return [*(linear if "decoder" in parts else []), *(stacked if "experts" in parts else [])]
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from hpcrl.models.families import known_shape
 from hpcrl.models.shape import ModelShape
 from hpcrl.models.tower import PREFIX
 from hpcrl.planner.adapters import adapters
-from hpcrl.spec.lora import B, adapted
+from hpcrl.spec.lora import B, adapted, layer_of
 
 NUMBER = 1
 """Number of the only adapter; vLLM identifies adapters by numbers above 0."""
@@ -79,7 +79,7 @@ class Adapter:
 
         manager = self._runner.lora_manager._adapter_manager
         mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
-        scales = {name: self._lora.scale_of(adapted(name).removesuffix(".weight")) for name in tensors}
+        scales = {name: self._lora.scale_of(layer_of(name)) for name in tensors}
         loaded = LoRAModel.from_lora_tensors(
             NUMBER,
             {name: tensor * scales[name] if name.endswith(B) else tensor for name, tensor in tensors.items()},

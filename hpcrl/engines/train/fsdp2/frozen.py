@@ -23,13 +23,13 @@ def parts(hf: PreTrainedModel) -> dict[str, str]:
     embedding is a part of the embeddings."""
     decoder, head = hf.get_decoder(), hf.get_output_embeddings()
     others = {id(p): "decoder" for module in (decoder, head) if module for p in module.parameters()}
-    others |= {id(p): "router" for module in _routers(hf) for p in module.parameters()}
+    others |= {id(p): "router" for module in routers(hf) for p in module.parameters()}
     tables = (module for module in decoder.modules() if isinstance(module, nn.Embedding))
     others |= {id(p): "embeddings" for module in (*tables, hf.get_input_embeddings()) for p in module.parameters()}
     return {name: others.get(id(p)) or part_of(name) for name, p in hf.named_parameters()}
 
 
-def _routers(hf: PreTrainedModel) -> Iterator[nn.Module]:
+def routers(hf: PreTrainedModel) -> Iterator[nn.Module]:
     """The modules that choose experts: those whose logits transformers records, or that are named so."""
     models = [module for module in hf.modules() if isinstance(module, PreTrainedModel)]
     recorded = [(model._can_record_outputs or {}).get("router_logits") for model in models]

@@ -1,4 +1,4 @@
-"""Low-rank adapters for the frozen linear layers of a model (LoRA, arXiv 2106.09685), in peft's layout."""
+"""Low-rank adapters for frozen linear layers and experts of a model (LoRA, arXiv 2106.09685), in peft's layout."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import contextlib
 import functools
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import logging
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -17,9 +19,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hpcrl.config import LoRAConfig
+from hpcrl.engines.train.fsdp2.frozen import routers
 from hpcrl.models.families import family_of
 from hpcrl.models.tower import part_of
-from hpcrl.spec.lora import A, B, adapted, is_adapter, matches, unknown, unmatched
+from hpcrl.spec.lora import STACKED, A, B, adapted, is_adapter, layer_of, matches, unknown, unmatched
+
+logger = logging.getLogger(__name__)
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 """The files of an adapter in peft's layout."""
@@ -33,7 +38,8 @@ def dropout_mask(x: Tensor, share: float, draw: Sequence[int]) -> Tensor:
 
 
 class Adapters:
-    """A model's adapters, which are the submodules `NAME.lora_A` and `NAME.lora_B` of each linear layer NAME."""
+    """A model's adapters, which are the submodules `NAME.lora_A` and `NAME.lora_B` of each linear layer NAME, and
+    submodules of a layer's experts (hpcrl.spec.lora)."""
 
     def __init__(self, config: LoRAConfig):
         self.config = config
@@ -43,58 +49,90 @@ class Adapters:
 
     def add(self, hf: PreTrainedModel, dtype: torch.dtype, seed: int) -> PreTrainedModel:
         """Freeze the model, and add adapters of this dtype whose product is zero. ValueError if a target is not a
-        linear layer of config.parts, if the model lacks a part, or if peft could not load the adapters."""
+        linear layer of config.parts, or if the model lacks a part."""
         hf.requires_grad_(False)
-        linear = self._linear_layers(hf)
-        if text := unknown(self.config.target_modules, list(linear)):
+        linear, stacked = self._linear_layers(hf), self._stacked(hf)
+        if (linear or not stacked or self.config.target_modules) and (
+            text := unknown(self.config.target_modules, list(linear))
+        ):
             raise ValueError(text)
-        self._check_readable(hf.config.get_text_config().model_type, list(linear))
-        generator, self._seed = torch.Generator().manual_seed(seed), seed
         linear = {name: module for name, module in linear.items() if matches(name, self.config.target_modules)}
         for key in ("rank_pattern", "alpha_pattern"):
-            if text := unmatched(key, getattr(self.config, key), list(linear)):
+            if text := unmatched(key, getattr(self.config, key), [*linear, *stacked]):
                 raise ValueError(text)
+        generator, self._seed = torch.Generator().manual_seed(seed), seed
         for number, (name, module) in enumerate(linear.items()):
-            self._add(name, number, module, dtype, generator)
+            self._adapt(module, name, module.weight, dtype, generator)
+            forward = functools.partial(self._forward, module, number, self.config.scale_of(name))
+            module.forward = forward  # type: ignore[method-assign]
+        for name, experts in stacked.items():
+            self._adapt_stacked(experts, name, dtype, generator)
         return hf
 
     def _linear_layers(self, hf: PreTrainedModel) -> dict[str, nn.Linear]:
         """The linear layers of config.parts by name."""
-        inside, head = {id(module) for module in hf.get_decoder().modules()}, hf.get_output_embeddings()
+        inside = {id(module) for module in hf.get_decoder().modules()}
+        others = {id(module) for module in (*routers(hf), hf.get_output_embeddings())}
         found: dict[str, dict[str, nn.Linear]] = {"decoder": {}, "vision": {}, "merger": {}}
         for name, module in hf.named_modules():
-            if isinstance(module, nn.Linear) and module is not head:
+            if isinstance(module, nn.Linear) and id(module) not in others:
                 found["decoder" if id(module) in inside else part_of(name)][name] = module
-        if lacking := [part for part in self.config.parts if not found[part]]:
+        if lacking := [part for part in self.config.parts if part in found and not found[part]]:
             raise ValueError(f"trainer.lora.parts: {hf.config.model_type} has no linear layers in {', '.join(lacking)}")
         return {name: module for part in found if part in self.config.parts for name, module in found[part].items()}
 
-    def _check_readable(self, family: str, modules: list[str]) -> None:
-        """ValueError if peft would not load these adapters. In families whose experts are stacked in memory, peft
-        treats every layer with an expert's name as experts, even dense layers."""
-        from transformers.conversion_mapping import _MODEL_TO_CONVERSION_PATTERN
+    def _stacked(self, hf: PreTrainedModel) -> dict[str, nn.Module]:
+        """The experts that have a stacked parameter, by its name. ValueError if there are none, but config.parts has
+        experts."""
+        if "experts" not in self.config.parts:
+            return {}
+        found = {
+            f"{name}.{own}": module
+            for name, module in hf.named_modules()
+            for own, parameter in module.named_parameters(recurse=False)
+            if parameter.ndim == 3 and type(module).__name__.endswith("Experts")
+        }
+        if not found:
+            raise ValueError(f"trainer.lora.parts: {hf.config.model_type} has no experts; leave it out")
+        return found
 
-        names = {module.rpartition(".")[2] for module in modules if matches(module, self.config.target_modules)}
-        stacked_as = _MODEL_TO_CONVERSION_PATTERN.get(family, family)
-        if taken := sorted(names & family_of(stacked_as).peft_experts):
-            others = ",".join(sorted(names - set(taken))) or "layers of the attention"
-            raise ValueError(
-                f"trainer.lora.target_modules: {', '.join(taken)} of {family} are dense layers that peft treats as "
-                f"experts, so it would not load the adapters; use [{others}]"
-            )
-
-    def _add(self, name: str, number: int, linear: nn.Linear, dtype: torch.dtype, generator: torch.Generator) -> None:
+    def _adapt(
+        self, owner: nn.Module, name: str, weight: Tensor, dtype: torch.dtype, generator: torch.Generator
+    ) -> None:
         """Add an adapter with peft's initialisation: A is uniform within 1 / sqrt(in), B is zero."""
-        rank, device = self.config.rank_of(name), linear.weight.device
-        first = nn.Linear(linear.in_features, rank, bias=False, device="meta")
-        bound = linear.in_features**-0.5
-        drawn = torch.empty(rank, linear.in_features).uniform_(-bound, bound, generator=generator)
-        first.weight = nn.Parameter(drawn.to(device, dtype))
-        second = nn.Linear(rank, linear.out_features, bias=False, device="meta")
-        second.weight = nn.Parameter(torch.zeros(linear.out_features, rank, device=device, dtype=dtype))
-        linear.lora_A, linear.lora_B = first, second
-        scale = self.config.scale_of(name)
-        linear.forward = functools.partial(self._forward, linear, number, scale)  # type: ignore[method-assign]
+        rank, (rows, columns) = self.config.rank_of(name), weight.shape[-2:]
+        if weight.ndim == 3:
+            rank *= len(weight)
+            rows, columns = (columns, rows) if getattr(owner, "is_transposed", False) else (rows, columns)
+            owner = getattr(owner, STACKED).add_submodule(name.rpartition(".")[2])
+        first = nn.Linear(columns, rank, bias=False, device="meta")
+        drawn = torch.empty(rank, columns).uniform_(-(columns**-0.5), columns**-0.5, generator=generator)
+        first.weight = nn.Parameter(drawn.to(weight.device, dtype))
+        second = nn.Linear(rank, rows, bias=False, device="meta")
+        second.weight = nn.Parameter(torch.zeros(rows, rank, device=weight.device, dtype=dtype))
+        owner.lora_A, owner.lora_B = first, second
+
+    def _adapt_stacked(self, experts: nn.Module, name: str, dtype: torch.dtype, generator: torch.Generator) -> None:
+        """Add an adapter to one stacked parameter of a layer's experts."""
+        if not hasattr(experts, STACKED):
+            experts.add_module(STACKED, _Adapted())
+            forward = functools.partial(self._forward_stacked, experts, experts.forward)
+            experts.forward = forward  # type: ignore[method-assign]
+        self._adapt(experts, name, experts.get_parameter(name.rpartition(".")[2]), dtype, generator)
+        getattr(experts, STACKED).scales[name.rpartition(".")[2]] = self.config.scale_of(name)
+
+    def _forward_stacked(self, experts: nn.Module, forward: Callable[..., Tensor], *given: Any, **named: Any) -> Tensor:
+        """The experts' own forward pass with the sums of their matrices and adapters, which hide the parameters."""
+        adapters = cast(_Adapted, getattr(experts, STACKED))
+        for name, scale in adapters.scales.items() if self._on else ():
+            first, second = (getattr(getattr(adapters, name), part).weight for part in ("lora_A", "lora_B"))
+            transposed = bool(getattr(experts, "is_transposed", False))
+            experts.__dict__[name] = with_stacked(getattr(experts, name), first, second, scale, transposed)
+        try:
+            return forward(*given, **named)
+        finally:
+            for name in adapters.scales:
+                experts.__dict__.pop(name, None)
 
     def _forward(self, linear: nn.Linear, number: int, scale: float, x: Tensor) -> Tensor:
         result = F.linear(x, linear.weight, linear.bias)
@@ -127,33 +165,99 @@ class Adapters:
         finally:
             self._on = True
 
-    def merged(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def merged(self, weights: Mapping[str, Tensor], hf: PreTrainedModel) -> dict[str, Tensor]:
         """The weights of an equivalent model without adapters, merged from base and adapter weights, in the adapters'
         dtype."""
         found = {name: weight for name, weight in weights.items() if not is_adapter(name)}
         for name in (name for name in weights if name.endswith(A)):
-            first, second, matrix = weights[name], weights[name.removesuffix(A) + B], found[adapted(name)]
-            product = second.float() @ first.float()
-            scale = self.config.scale_of(name.removesuffix(A))
-            found[adapted(name)] = (matrix.float() + scale * product).to(first.dtype)
+            own = weights[name], weights[name.removesuffix(A) + B]
+            found[adapted(name)] = self.merge(hf, name, found[adapted(name)], *own)
         return found
 
-    def write(self, weights: Mapping[str, Tensor], base: Path, folder: Path) -> None:
-        """Write adapter_config.json and adapter_model.safetensors, which peft reads, into a new folder."""
+    def merge(self, hf: PreTrainedModel, name: str, matrix: Tensor, first: Tensor, second: Tensor) -> Tensor:
+        """The sum of a matrix and its adapter, in the adapter's dtype. `name` is the name of one of the adapter's
+        weights."""
+        scale = self.config.scale_of(layer_of(name))
+        if matrix.ndim == 2:
+            return (matrix.float() + scale * second.float() @ first.float()).to(first.dtype)
+        transposed = bool(getattr(hf.get_submodule(adapted(name).rpartition(".")[0]), "is_transposed", False))
+        return with_stacked(matrix.float(), first, second, scale, transposed).to(first.dtype)
+
+    def write(self, weights: Mapping[str, Tensor], hf: PreTrainedModel, base: Path, folder: Path) -> None:
+        """Write adapter_config.json and adapter_model.safetensors, which peft reads, into a new folder; only a warning
+        if peft refuses adapters of a layer."""
         own = {name: weight.contiguous() for name, weight in weights.items() if is_adapter(name)}
+        family = hf.config.get_text_config().model_type
+        modules = dict.fromkeys(layer_of(name) for name in own)
+        if refused := {name.rpartition(".")[2] for name in modules} & family_of(family).peft_refuses:
+            text = "peft refuses adapters of %s in %s, so the export has only the merged weights"
+            logger.warning(text, ", ".join(sorted(refused)), family)
+            return
         folder.mkdir()
-        save_file({f"base_model.model.{name}": weight for name, weight in own.items()}, folder / WEIGHTS)
+        of_experts = peft_experts(family)
+        stacked = list(dict.fromkeys(adapted(name) for name in own if not adapted(name).endswith(".weight")))
+        # peft takes dense layers with an expert's name for experts, unless they are named as parameters.
+        parameters = {name: name for name in modules if name in stacked}
+        parameters |= {f"{name}.weight": name for name in modules if name.rpartition(".")[2] in of_experts}
+        # In peft, patterns refer to a parameter by its full name.
+        ranks = {re.escape(name): self.config.rank_of(module) for name, module in parameters.items()}
+        alphas = {re.escape(name): self.config.alpha_of(module) for name, module in parameters.items()}
+        save_file(
+            {f"base_model.model.{_in_peft(name, stacked)}": weight for name, weight in own.items()}, folder / WEIGHTS
+        )
         config = {
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
             "base_model_name_or_path": str(base),
             "r": self.config.rank,
             "lora_alpha": self.config.alpha,
-            "target_modules": sorted({adapted(name).removesuffix(".weight") for name in own}),
-            "lora_dropout": self.config.dropout,
-            "rank_pattern": self.config.rank_pattern,
-            "alpha_pattern": self.config.alpha_pattern,
+            "target_modules": sorted(set(modules).difference(parameters.values())),
+            "target_parameters": list(parameters) or None,
+            "lora_dropout": 0.0 if parameters else self.config.dropout,  # peft has none for parameters
+            "rank_pattern": ranks | self.config.rank_pattern if self.config.rank_pattern else {},
+            "alpha_pattern": alphas | self.config.alpha_pattern if self.config.alpha_pattern else {},
             "bias": "none",
             "inference_mode": True,
         }
         (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+
+
+class _Adapted(nn.Module):
+    """A container of the adapters of a layer's stacked parameters, which have the parameters' names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales: dict[str, float] = {}
+
+    def add_submodule(self, name: str) -> nn.Module:
+        """Add a container for one adapter; returns it."""
+        self.add_module(name, nn.Module())
+        return cast(nn.Module, getattr(self, name))
+
+
+def with_stacked(matrices: Tensor, first: Tensor, second: Tensor, scale: float, transposed: bool) -> Tensor:
+    """The sum of stacked matrices [experts, out, in], or [experts, in, out] if transposed, and scale times the product
+    of each expert's adapter (STACKED), in the matrices' dtype."""
+    count = len(matrices)
+    down = first.to(matrices.dtype).unflatten(0, (count, -1))  # [experts, rank, in]
+    up = second.to(matrices.dtype).unflatten(1, (-1, count)).permute(2, 0, 1)  # [experts, out, rank]
+    factors = (down.mT, up.mT) if transposed else (up, down)
+    return torch.baddbmm(matrices, *factors, alpha=scale)
+
+
+def peft_experts(family: str) -> frozenset[str]:
+    """Last parts of layer names that peft takes for experts in this family."""
+    from transformers.conversion_mapping import _MODEL_TO_CONVERSION_PATTERN
+
+    return family_of(_MODEL_TO_CONVERSION_PATTERN.get(family, family)).peft_experts
+
+
+def _in_peft(name: str, stacked: Sequence[str]) -> str:
+    """The name of an adapter's weight in peft's model, where a layer's experts are wrapped once for each of their
+    adapted parameters, in the parameters' order."""
+    if (whole := adapted(name)) not in stacked:
+        return name
+    owner, _, _ = whole.rpartition(".")
+    inside = [other for other in stacked if other.startswith(f"{owner}.")]
+    depth = len(inside) - 1 - inside.index(whole)
+    return f"{owner}.{'base_layer.' * depth}{'lora_A' if name.endswith(A) else 'lora_B'}.weight"

@@ -38,7 +38,7 @@ def _shard_rows(parameter: Parameter, num_ranks: int, rank: int) -> int:
 
 def optimizer_bytes(config: Config, shape: ModelShape, num_shards: int = 1) -> int:
     """Optimizer bytes for these parameters' shards: AdamW's two moments, in the weights' type, and its counters; for
-    matrices of layers Muon's momentum, or codes and scales of 8-bit moments."""
+    matrices of layers Muon's momentum, codes and scales of 8-bit moments, or Adafactor's vectors."""
     return sum(_state_bytes(config, parameter, num_shards) for parameter in shape.parameters)
 
 
@@ -47,6 +47,12 @@ def _state_bytes(config: Config, parameter: Parameter, num_shards: int) -> int:
     moment = rows * columns * BYTES[config.model.dtype]
     if not _has_own_update(config, parameter):
         return 2 * moment + STEP_BYTES
+    if config.trainer.optimizer == "adafactor":
+        stacked = len(parameter.shape) == 3
+        return (
+            FP32 * (rows * (columns // parameter.shape[-1]) + parameter.shape[-1] * (rows if stacked else 1))
+            + STEP_BYTES
+        )
     return (
         moment
         if config.trainer.optimizer == "muon"
@@ -63,7 +69,7 @@ def _has_own_update(config: Config, parameter: Parameter) -> bool:
     """Whether the optimizer updates it as a matrix of a layer, and not with AdamW."""
     if not parameter.in_layers or len(parameter.shape) < 2 or config.trainer.optimizer == "adamw":
         return False
-    if config.trainer.optimizer == "muon":
+    if config.trainer.optimizer in ("muon", "adafactor"):
         return is_for_muon(parameter)
     return parameter.size >= MIN_NUMBERS and parameter.size // parameter.shape[0] >= BLOCK
 
@@ -71,7 +77,7 @@ def _has_own_update(config: Config, parameter: Parameter) -> bool:
 def _update_of_a_matrix(config: Config, shape: ModelShape, num_shards: int) -> Part:
     """Peak memory of updating one matrix, or stack of matrices. Muon: the whole matrix, and during Newton-Schulz
     iterations the matrix before and after one, their sum, and three products of its shorter side. 8-bit AdamW: padded
-    shards of weights and gradients."""
+    shards of weights and gradients. Adafactor: fp32 squares of a shard's gradients, the update, and its squares."""
     master, compute = BYTES[config.model.dtype], BYTES[config.trainer.param_dtype]
 
     def of(parameter: Parameter) -> int:
@@ -79,6 +85,9 @@ def _update_of_a_matrix(config: Config, shape: ModelShape, num_shards: int) -> P
             square = parameter.size // max(parameter.shape[-2:]) * min(parameter.shape[-2:])
             return parameter.size * master + 3 * (parameter.size + square) * compute
         columns = parameter.size // parameter.shape[0]
+        if config.trainer.optimizer == "adafactor":
+            copied = 3 + (master != FP32)
+            return copied * _shard_rows(parameter, num_shards, 0) * columns * FP32
         filled = _shard_rows(parameter, num_shards, 0) * _filled(columns)
         return 2 * filled * master * (columns % BLOCK > 0)
 

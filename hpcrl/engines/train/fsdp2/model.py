@@ -310,8 +310,8 @@ def write_model(
     with new_folder(folder) as partial:
         try:
             if lora is not None:
-                lora.write(weights, origin, partial / "adapter")
-                weights = lora.merged(weights)
+                lora.write(weights, hf, origin, partial / "adapter")
+                weights = lora.merged(weights, hf)
             dtype = next(iter(weights.values())).dtype  # may differ from the dtype of `hf`
             with _quiet():
                 save_model(hf, partial, state_dict=weights, max_shard_size="5GB")

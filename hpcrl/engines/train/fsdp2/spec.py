@@ -141,6 +141,10 @@ def _check_adamw8bit(config: Any) -> Iterator[Problem]:
     yield from _needs(config, "adamw8bit", "whole rows", ("tensor_parallel",))
 
 
+def _check_adafactor(config: Any) -> Iterator[Problem]:
+    yield from _needs(config, "adafactor", "whole rows on the device", ("tensor_parallel", "cpu_offload"))
+
+
 def _needs(config: Any, name: str, what: str, without: tuple[str, ...]) -> Iterator[Problem]:
     """Report keys of the section that an optimizer does not support."""
     own = config.trainer.section(FSDP2Config)
@@ -165,6 +169,11 @@ OPTIMIZERS = {
         needs={"bitsandbytes": "bitsandbytes"},
         tested_versions={"bitsandbytes": "0.50"},
         check=_check_adamw8bit,
+    ),
+    "adafactor": Spec(
+        about="Adafactor for the matrices of layers, AdamW for the rest.",
+        make="hpcrl.engines.train.fsdp2.adafactor:Adafactor",
+        check=_check_adafactor,
     ),
 }
 
