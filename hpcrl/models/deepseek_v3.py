@@ -1,5 +1,5 @@
-"""DeepSeek-V3 (arXiv 2412.19437) and models of its architecture, such as Moonlight and Kimi K2: latent attention, shared
-and routed experts, multi-token prediction layers."""
+"""DeepSeek-V3 (arXiv 2412.19437) and models of its architecture, such as Moonlight and Kimi K2: latent attention,
+shared and routed experts, multi-token prediction layers."""
 
 from __future__ import annotations
 

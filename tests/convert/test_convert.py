@@ -121,8 +121,8 @@ def test_a_model_converts_to_megatron_and_back(world: Path, name: str, tmp_path:
 
 @pytest.mark.parametrize("name", ["qwen2_tied", "qwen3_moe", "olmo2"])
 def test_an_fsdp2_checkpoint_becomes_the_model(world: Path, name: str, tmp_path: Path) -> None:
-    """As the engine writes it: the weights of an fp32 trainer, experts in one tensor, moments beside them. OLMo 2 has no
-    table of Megatron's names; see tests/engines/test_megatron_conversion.py for other families."""
+    """As the engine writes it: the weights of an fp32 trainer, experts in one tensor, moments beside them. OLMo 2 has
+    no table of Megatron's names; see tests/engines/test_megatron_conversion.py for other families."""
     model = world / "models" / name
     if not model.exists():
         model = make_model_folder(name, tmp_path / name)
