@@ -25,7 +25,8 @@ class EntryRows:
     Attributes:
         first, step: These are the rows `first`, `first + step`, ... of the HF tensor. With a step of 2, gate and up
             rows alternate.
-        expert: The index in the first dimension if the HF tensor has all experts of a layer, as in memory.
+        expert: The index in the first dimension if the HF tensor has all experts of a layer, as in transformers'
+            memory.
         transposed: The HF matrix is transposed, so these are its columns.
     """
 

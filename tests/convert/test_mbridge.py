@@ -1,4 +1,4 @@
-"""The tables of Megatron's names against mbridge's: equal tensors in both directions, for families that both have."""
+"""The tables of Megatron's names against mbridge: equal tensors in both directions, for every family that both have."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ def load_as_megatron_does(engine: Any, folder: Path) -> None:
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe", "gpt_oss", "mixtral", "qwen3_next"])
 def test_fsdp2s_checkpoints_become_the_model(family: str, world_of_one: None, tmp_path: Path) -> None:
-    """As the engine writes them: experts in one tensor, moments beside the weights. DeepSpeed's format is the same."""
+    """As the engine writes them: experts in one tensor, with moments. DeepSpeed's checkpoints have the same format."""
     model = make_folder(family, tmp_path / "model")
     engine = FSDP2Engine(TrainerConfig(), model, dtype=torch.float32, total_steps=1)
     (tmp_path / "step").mkdir()

@@ -88,7 +88,7 @@ def test_a_ranks_gate_rows_precede_its_up_rows() -> None:
 
 
 def test_alternating_gate_and_up_rows_of_transposed_experts() -> None:
-    """gpt-oss: column 2 i of the HF matrix is gate row i, column 2 i + 1 up row i; a rank's columns are one slice."""
+    """gpt-oss: column 2 i of the HF matrix is gate row i, column 2 i + 1 is up row i; a rank has a slice of columns."""
     names = table(small("gpt_oss", num_local_experts=2, intermediate_size=2, hidden_size=3))
     tensors = numbered(names)
     stacked = tensors["model.layers.1.mlp.experts.gate_up_proj"]

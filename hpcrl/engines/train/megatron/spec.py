@@ -62,8 +62,8 @@ class MegatronConfig(Section):
     and layer, averaged over sequences."""
 
     expert_bias_rate: NonNegative = 0.0
-    """Mixture of experts whose routers have a bias per expert (DeepSeek-V3): change of a bias in a step, towards an
-    even load (arXiv 2408.15664; .001 in the model's own training). 0: biases do not change."""
+    """Mixture of experts whose routers have a bias per expert (DeepSeek-V3, GLM-4.5): change of a bias in a step,
+    towards an even load (arXiv 2408.15664; .001 in DeepSeek-V3's own training). 0: biases do not change."""
 
     @property
     def layers_of_ends(self) -> dict[str, int]:
