@@ -127,12 +127,11 @@ def _lora(config: Config) -> Iterator[Problem]:
         text = (
             "experts' adapters change their matrices, which dropout of inputs cannot; use 0, or parts without experts"
         )
-        path = ("trainer", "lora", "dropout")
-        yield Problem(path, f"trainer.lora.dropout: {text}", (("trainer", "lora", "parts"),))
+        at = ("trainer", "lora")
+        yield Problem((*at, "dropout"), f"trainer.lora.dropout: {text}", ((*at, "parts"),))
     if "experts" in config.lora.parts and (config.generates or config.evaluates):
         text = "no generator applies adapters of experts; leave experts out, or use pipeline=sft with eval_every=0"
-        path = ("trainer", "lora", "parts")
-        yield Problem(path, f"trainer.lora.parts: {text}", (("generator", "engine"),))
+        yield Problem(("trainer", "lora", "parts"), f"trainer.lora.parts: {text}", (("generator", "engine"),))
     for role, runs, table in (
         ("trainer", True, TRAIN_ENGINES),
         ("generator", config.generates or config.evaluates, GEN_ENGINES),

@@ -69,13 +69,13 @@ def frozen(config: Config, shape: ModelShape) -> ModelShape:
     if not config.trainer.freeze:
         return replace(shape, parameters=())
     try:
-        names = freeze.frozen(config.trainer.freeze, _parts(shape), shape.family)
+        names = freeze.frozen(config.trainer.freeze, parts(shape), shape.family)
     except ValueError:  # reported by check_frozen
         return replace(shape, parameters=())
     return replace(shape, parameters=tuple(p for p in shape.parameters if p.name in names))
 
 
-def _parts(shape: ModelShape) -> dict[str, str]:
+def parts(shape: ModelShape) -> dict[str, str]:
     """Maps each parameter's name to its part (hpcrl.spec.freeze), `decoder` if it has none."""
 
     def part(parameter: Parameter) -> str:
@@ -93,7 +93,7 @@ def check_frozen(config: Config, shape: ModelShape) -> Iterator[Problem]:
     if not (config.learns and config.trainer.freeze) or config.lora is not None:
         return
     try:
-        freeze.frozen(config.trainer.freeze, _parts(shape), shape.family)
+        freeze.frozen(config.trainer.freeze, parts(shape), shape.family)
     except ValueError as error:
         yield Problem(("trainer", "freeze"), str(error), (("model",),))
 

@@ -21,10 +21,11 @@ from hpcrl.engines.train.fsdp2.engine import FSDP2Engine
 from hpcrl.engines.train.fsdp2.spec import FSDP2Config
 from hpcrl.models.families import read_shape
 from hpcrl.planner.adapters import check_frozen, frozen
+from hpcrl.planner.trainer import checkpoint_bytes, trainer_parts
 from hpcrl.spec.weight_layout import TensorShards, keepable
 from tests.checkpoint.writing import write_files
 from tests.engines.test_images_on_ranks import STEPS, WEIGHTED, batch_for, engine_of, part_of, stepped, zero_of
-from tests.engines.worlds import Weighted, make_batch, make_model_folder, norms_of, run_ranks
+from tests.engines.worlds import Weighted, make_batch, make_model_folder, norms_of, process_group, run_ranks
 from tests.vlm import make_vlm
 
 pytestmark = pytest.mark.numerics
@@ -123,8 +124,8 @@ VISION = {"model": {"tiny": {"architecture": "qwen2_5_vl"}}}
             "trainer.freeze: trainer.lora freezes all of the model's own weights; leave it out",
         ),
         (
-            {"trainer": {"freeze": ["merger"], "engine": "megatron"}, **VISION},
-            "trainer.freeze: the megatron trainer trains whole models; leave it out, or trainer.engine=fsdp2 or deep",
+            {"trainer": {"freeze": ["router"], "engine": "megatron", "megatron": {"aux_loss": 0.1}}},
+            "trainer.megatron.aux_loss: 0.1 trains routers, and trainer.freeze has router; use 0",
         ),
     ],
 )
@@ -161,6 +162,7 @@ CHANGES = {"untied": {"tie_word_embeddings": False}}
 WORDS = {
     "embeddings": "embed_tokens",
     "router": r"mlp\.gate\.",
+    "*.self_attn.*_proj.*": r"self_attn\..*_proj\.",
     "model.layers.1.*norm.weight": r"layers\.1\..*norm\.weight",
 }
 """Regular expressions of the same meaning."""
@@ -274,3 +276,97 @@ def test_generators_keep_only_matrices_that_they_cannot_join_with_trained_ones()
         for name in (*frozen_names, *others)
     ]
     assert keepable(layout) == set(frozen_names) - {at.format(0, "self_attn.q_proj.weight")}
+
+
+def megatron_engine(folder: Path, entries: Sequence[str], **keys: Any) -> Any:
+    from hpcrl.engines.train.megatron.engine import MegatronEngine
+    from hpcrl.engines.train.megatron.spec import MegatronConfig
+
+    config = TrainerConfig(engine="megatron", **STEPS, freeze=list(entries), logits_chunk_tokens=8)
+    return MegatronEngine(config, folder, own=MegatronConfig(**keys), total_steps=10)
+
+
+MEGATRON = {
+    "layers": {"recompute": "full"},
+    "embeddings": {"recompute": "full", "distributed_optimizer": False},
+    "router": {},
+    "attention": {},
+}
+ATTENTION = ["*.self_attn.*_proj.*"]
+
+
+def _megatron_steps(folders: dict[str, Path], scratch: Path, more: dict[str, Any]) -> dict[str, dict[str, Tensor]]:
+    """The weights after two steps, as far as this rank publishes them; a resumed engine takes the same steps."""
+    found, whole = {}, make_batch(LENGTHS)
+    for case, folder in folders.items():
+        entries = TEXT[case][1] if case in TEXT else ATTENTION
+        first = megatron_engine(folder, entries, **MEGATRON[case] | more)
+        state = scratch / case
+        state.mkdir(exist_ok=True)
+        found[case] = stepped(first, whole)
+        write_files(state, first.snapshot())
+        torch.distributed.barrier()
+        second = megatron_engine(folder, entries, **MEGATRON[case] | more)
+        assert second.load(state) == []
+        again, more_steps = stepped(second, whole), stepped(first, whole)
+        assert all(torch.equal(again[name], more_steps[name]) for name in again)
+        assert all(
+            held.frozen == by_hand(held.name, entries) for held in first.weight_layout() if "bias" not in held.name
+        )
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "more", [{}, {"tensor_parallel": 2, "sequence_parallel": True}, {"pipeline_parallel": 2}], ids=str
+)
+def test_megatron_takes_the_steps_of_fsdp2(more: dict[str, Any], tmp_path: Path) -> None:
+    cases = ["embeddings", "attention"] if more else list(MEGATRON)
+    folders = {case: make_model_folder(TEXT.get(case, ("qwen3",))[0], tmp_path / f"model {case}") for case in cases}
+    want = {}
+    with process_group(0, 1, str(tmp_path / "world")):
+        for case in cases:
+            want[case] = stepped(
+                text_engine(folders[case], TEXT[case][1] if case in TEXT else ATTENTION), make_batch(LENGTHS)
+            )
+    for results in run_ranks(2, _megatron_steps, folders, tmp_path, more):
+        for case, found in results.items():
+            assert found and max(float((found[name] - want[case][name]).abs().max()) for name in found) < 5e-6, case
+
+
+@pytest.mark.slow
+def test_megatron_refuses_parts_of_its_tensors(tmp_path: Path) -> None:
+    folder = make_model_folder("qwen3", tmp_path / "model")
+    for entries, expected in (
+        (["*.q_proj.*"], "q_proj.weight, .*v_proj.weight are one tensor in Megatron-Core; freeze all of them or none"),
+        (["*.p_proj.*"], "qwen3 has no parameter named"),
+    ):
+        for results in run_ranks(1, _refused_by_megatron, folder, entries):
+            assert re.search(expected, results), results
+
+
+def _refused_by_megatron(folder: Path, entries: list[str]) -> str:
+    try:
+        megatron_engine(folder, entries)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_the_megatron_plan_counts_frozen_parameters_as_weights_only(tmp_path: Path) -> None:
+    folder = make_model_folder("qwen2", tmp_path / "model")
+    shape = read_shape(json.loads((folder / "config.json").read_text()))
+    engine = {"engine": "megatron", "megatron": {"distributed_optimizer": False}}
+    found = []
+    for entries in ([], ["model.layers.*"]):
+        config = parse({"trainer": {**engine, "freeze": entries}})
+        parts = {part.name: part.num_bytes for part in trainer_parts(config, shape, 1)}
+        found.append((parts["weights"], parts["gradients"], parts["optimizer"], checkpoint_bytes(config, shape)))
+    whole, some = found
+    layers = sum(parameter.size for parameter in shape.parameters if parameter.layer is not None)
+    assert [before - after for before, after in zip(whole, some, strict=True)] == [
+        0,
+        4 * layers,
+        8 * layers,
+        8 * layers,
+    ]

@@ -112,9 +112,14 @@ class MegatronEngine:
         chunks = build(self.description, self.own, core, self.chunk_class)
         values = "values" in self.computes
         self.weights = HFWeights(self.description, self.own, chunks, dist.get_world_size(), values)
-        agreed(lambda: self.weights.read(self.model_path))
         for chunk in chunks:
             chunk.requires_grad_(trainable)
+        if trainable and config.freeze:
+            agreed(lambda: self.weights.freeze(config.freeze))
+            for chunk in chunks:  # Megatron's recomputation has gradients only if the layer's input has
+                if (embedding := getattr(chunk, "embedding", None)) is not None:
+                    embedding.register_forward_hook(lambda module, given, output: output.requires_grad_())
+        agreed(lambda: self.weights.read(self.model_path))
         part = parallel_state.get_tensor_model_parallel_rank() if self.own.sequence_parallel else 0
         self.routing: list[ChosenExperts | RouterLosses | RouterBias] = []
         if replay:
@@ -384,8 +389,10 @@ class MegatronEngine:
     def _move_parameters(self, move: Callable[[dict[Any, Tensor]], dict[Any, Tensor]]) -> None:
         """Move the parameters that are in no buffer with `move`, a method of self._host. The distributed optimizer's
         parameters are in buffers."""
-        if not (self.trainable and self.own.distributed_optimizer):
-            parameters = {id(parameter): parameter for chunk in self.chunks for parameter in chunk.parameters()}
+        in_buffers = self.trainable and self.own.distributed_optimizer
+        every = (parameter for chunk in self.chunks for parameter in chunk.parameters())
+        parameters = {id(parameter): parameter for parameter in every if not (in_buffers and parameter.requires_grad)}
+        if parameters:
             for key, tensor in move({key: parameter.data for key, parameter in parameters.items()}).items():
                 parameters[key].data = tensor
 

@@ -20,6 +20,7 @@ from hpcrl.engines.train.megatron.spec import MegatronConfig
 from hpcrl.engines.train.megatron.traffic import stage_traffic
 from hpcrl.models.shape import CannotPlanError, ModelShape, Parameter
 from hpcrl.planner.activations import FP32, Tokens, logits_bytes
+from hpcrl.planner.adapters import trained
 from hpcrl.planner.memory_parts import BYTES, Change, Part, PlanRow, has_gpus, samples_of_an_update, split_size
 from hpcrl.planner.traffic import Sent, StepWork, total_bytes
 from hpcrl.planner.trainer import forward_parts
@@ -92,11 +93,16 @@ def num_micro_batches(config: Config, num_ranks: int) -> int:
 
 def stage_parts(config: Config, shape: ModelShape, num_ranks: int) -> list[list[Part]]:
     """Memory parts of a rank of each stage. The sizes must fit (check_split)."""
-    numbers = rank_numbers(shape, own(config))
-    return [_stage_parts(config, shape, num_ranks, stage, *counts) for stage, counts in enumerate(numbers)]
+    numbers, learnt = (rank_numbers(each, own(config)) for each in (shape, trained(config, shape)))
+    pairs = zip(map(sum, numbers), learnt, strict=True)
+    return [_stage_parts(config, shape, num_ranks, stage, *each) for stage, each in enumerate(pairs)]
 
 
-def _stage_parts(config: Config, shape: ModelShape, num_ranks: int, stage: int, dense: int, experts: int) -> list[Part]:
+def _stage_parts(
+    config: Config, shape: ModelShape, num_ranks: int, stage: int, held: int, learnt: tuple[int, int]
+) -> list[Part]:
+    """Parts of a rank with this many numbers, and trained ones outside and in experts."""
+    dense, experts = learnt
     trainer, megatron = config.trainer, own(config)
     degrees, compute = Degrees.of(megatron, num_ranks), BYTES[trainer.param_dtype]
     tokens = Tokens.of(config, -(-samples_of_an_update(config) // degrees.data))
@@ -115,12 +121,12 @@ def _stage_parts(config: Config, shape: ModelShape, num_ranks: int, stage: int, 
     # Ranks that also generate and have all layers gather a layer's experts as one tensor.
     largest = PLAN.largest_tensor(shape) if megatron.pipeline_parallel > 1 else max(p.size for p in shape.parameters)
     return [
-        Part("trainer", "weights", (dense + experts) * compute),
+        Part("trainer", "weights", held * compute),
         Part("trainer", "gradients", (dense + experts) * FP32),
         Part("trainer", "optimizer", optimizer),
         Part("trainer", "activations", activations, ("train",)),
         Part("trainer", "logits", logits, ("train",)),
-        Part("trainer", "snapshot", ((dense + experts) * compute + optimizer) * bool(config.save_every), on_host=True),
+        Part("trainer", "snapshot", (held * compute + optimizer) * bool(config.save_every), on_host=True),
         Part("trainer", "gathered weights", 2 * largest * compute, ("publish",)),
     ]
 
@@ -146,7 +152,8 @@ class MegatronPlan:
 
     def checkpoint_bytes(self, config: Config, shape: ModelShape) -> int:
         compute = BYTES[config.trainer.param_dtype]  # weights, two moments, a master copy of weights that are not fp32
-        return shape.num_parameters * (compute + 2 * FP32 + FP32 * (compute < FP32))
+        of_optimizer = trained(config, shape).num_parameters * (2 * FP32 + FP32 * (compute < FP32))
+        return shape.num_parameters * compute + of_optimizer
 
     def largest_tensor(self, shape: ModelShape) -> int:
         return max(p.size if p.split != "expert" else p.size // p.shape[0] for p in shape.parameters)

@@ -16,6 +16,7 @@ AT = ("trainer", "megatron")
 problem = functools.partial(engine_problem, AT)
 
 ENDS = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
+ROUTER_KEYS = ("aux_loss", "z_loss", "expert_bias_rate")
 COUNTED = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
 
 
@@ -121,6 +122,9 @@ def _check(config: Any) -> Iterator[Problem]:
     if own.overlap_parameters and not (own.overlap_gradients and own.distributed_optimizer):
         text = "true needs overlap_gradients=true and distributed_optimizer=true"
         yield problem("overlap_parameters", text, "overlap_gradients", "distributed_optimizer")
+    for key in ROUTER_KEYS if "router" in config.trainer.freeze else ():
+        if getattr(own, key):
+            yield problem(key, f"{getattr(own, key):g} trains routers, and trainer.freeze has router; use 0", "freeze")
     for key, count in own.layers_of_ends.items():
         if own.pipeline_parallel == 1:
             yield problem(
@@ -149,6 +153,7 @@ SPEC = TrainEngineSpec(
     not_on_amd="its layers come from Transformer Engine, whose wheels are for CUDA",
     deterministic=True,
     float32_head=True,
+    freezes=True,
     router_replay=True,
     resume_keys=tuple(
         key for key in MegatronConfig.model_fields if key not in ("aux_loss", "z_loss", "expert_bias_rate")

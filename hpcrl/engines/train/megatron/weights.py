@@ -21,6 +21,8 @@ from hpcrl.engines.train.megatron.gpt_model import Description
 from hpcrl.engines.train.megatron.names import HEAD, Entry, LayerSpec, NameTable, parts, shard, shard_slices, table
 from hpcrl.engines.train.megatron.parallel import padded_vocabulary, split_layers
 from hpcrl.engines.train.megatron.spec import MegatronConfig
+from hpcrl.planner.adapters import parts as parts_of
+from hpcrl.spec.freeze import frozen
 from hpcrl.spec.weight_layout import TensorShards, TensorSlice
 
 EXPERT_BIAS = "router.expert_bias"
@@ -116,6 +118,7 @@ class HFWeights:
         first = next(iter(self.parameters.values()))
         self.dtype, self.device = first.dtype, first.device
         self._layers = {layer: stage for stage, chunks in enumerate(self._stages) for c in chunks for layer in c}
+        self._frozen: frozenset[str] = frozenset()
 
     def _table(self, stacked: bool) -> NameTable:
         layers: LayerSpec = "fused" if torch.cuda.is_available() else "copied"
@@ -148,6 +151,26 @@ class HFWeights:
         if entry.expert is not None:
             return place.expert_tensor, self._megatron.expert_tensor_parallel
         return place.tensor, self._megatron.tensor_parallel
+
+    def freeze(self, entries: Sequence[str]) -> None:
+        """Unset requires_grad for the parameters that the entries of trainer.freeze select. ValueError if the entries
+        select none, all, or a part of a Megatron tensor, or leave this rank nothing to train."""
+        shape, trained = self._description.shape, 0
+        self._frozen = frozenset(frozen(entries, parts_of(shape), shape.family))
+        for chunk, layers in zip(self._chunks, self._stages[self._place.stage], strict=True):
+            for name, parameter in chunk.named_parameters():
+                entry = self._find(self.table, name, layers[0] if layers else 0)
+                joined = {rows.hf for rows in entry.rows}
+                if left := sorted(joined - self._frozen):
+                    trained += 1
+                else:
+                    parameter.requires_grad_(False)
+                if left and len(left) < len(joined):
+                    text = f"{', '.join(sorted(joined))} are one tensor in Megatron-Core; freeze all of them or none"
+                    raise ValueError(f"trainer.freeze: {text}")
+        if not trained:
+            text = f"leaves pipeline stage {self._place.stage} nothing to train; freeze less, or use fewer stages"
+            raise ValueError(f"trainer.freeze: {text}")
 
     # ---- reading
 
@@ -282,6 +305,7 @@ class HFWeights:
                 str(self._dtype(run[0], dtype)).removeprefix("torch."),
                 self.table.shapes[name],
                 self._parts_of(run, name),
+                name in self._frozen,
             )
             for stage in range(len(self._stages))
             for run in self._runs(stage)
