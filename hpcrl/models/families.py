@@ -22,6 +22,7 @@ from hpcrl.models import (
     llama4,
     llava_onevision,
     mamba2,
+    minimax,
     mistral,
     mixtral,
     phi3,
@@ -33,6 +34,8 @@ from hpcrl.models import (
     qwen3_5,
     qwen3_moe,
     qwen3_vl,
+    rwkv,
+    xlstm,
 )
 from hpcrl.models.family import Family
 from hpcrl.models.grouped import grouped_shape
@@ -46,7 +49,7 @@ LISTED = (
     *(gemma.GEMMA2, gemma.GEMMA3, qwen2_5_vl.FAMILY, qwen3_vl.FAMILY, qwen3_vl.MOE, deepseek_v3.FAMILY),
     *(bert.FAMILY, hyperclovax.FAMILY, llama4.FAMILY, mamba2.FAMILY, mixtral.FAMILY, qwen2_moe.FAMILY),
     *(qwen2_vl.FAMILY, qwen3_5.FAMILY, glm4v.FAMILY, internvl.FAMILY, gemma3.FAMILY, gemma4.FAMILY),
-    *(idefics3.FAMILY, llava_onevision.FAMILY),
+    *(idefics3.FAMILY, llava_onevision.FAMILY, minimax.FAMILY, rwkv.FAMILY, xlstm.FAMILY),
 )
 FAMILIES: dict[str, Family] = {model_type: family for family in LISTED for model_type in family.model_types}
 UNKNOWN = Family(model_types=())

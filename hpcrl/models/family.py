@@ -74,5 +74,8 @@ class Family:
     as in this one."""
     reads_positions_from_cache: bool = False
     """Whether some layers in transformers count positions from the length of the cache instead of reading them."""
+    mixers: tuple[str, ...] = ()
+    """Class names in transformers of modules that mix tokens with neither attention nor a convolution
+    (hpcrl.engines.train.fsdp2.row_mixers)."""
     small_sizes: Mapping[str, Any] = field(default_factory=dict)
     """Sizes for a small model (hpcrl.engines.train.fsdp2.small_model) that must match each other."""

@@ -37,7 +37,6 @@ pytestmark = pytest.mark.numerics
 SIZES = ((60, 110), (112, 56), (84, 84), (70, 300), (56, 56), (9, 20))
 """Heights and widths: of one part and of several, wide and high, larger and smaller than the model's squares."""
 TOWER_INPUTS = ("pixel_values", "image_grid_thw", "image_position_ids")
-UNPACKED = {"qwen3_5"}
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +141,6 @@ def separately(
     return logprobs.detach(), gradients
 
 
-@pytest.mark.filterwarnings("ignore:.*cannot be packed:UserWarning")
 @pytest.mark.parametrize("family", SMALL)
 def test_rows_equal_transformers(family: str, folders: dict[str, Path], world_of_one: None) -> None:
     folder = folders[family]
@@ -152,7 +150,7 @@ def test_rows_equal_transformers(family: str, folders: dict[str, Path], world_of
     want, gradients = separately(folder, batch, rows, vision.image_token_id)
     assert all(any(name.startswith(tower) for name in gradients) for tower in vision.towers)
     norms = Norms(float(batch.loss_mask.sum()), float(batch.num_sequences))
-    for packing in ("require", "off") if family not in UNPACKED else ("auto",):
+    for packing in ("require", "off"):
         engine = engine_of(folder, packing=packing)
         assert engine.packing == (packing == "require")
         check(engine, batch, want, gradients, norms)
@@ -180,7 +178,6 @@ def test_another_picture_gives_other_logprobs(family: str, folders: dict[str, Pa
     assert all(row > 1e-2 for row in off[:4]) and off[4] < 1e-6
 
 
-@pytest.mark.filterwarnings("ignore:.*cannot be packed:UserWarning")
 @pytest.mark.parametrize("family", SMALL)
 def test_an_exported_folder_has_the_models_files(
     family: str, folders: dict[str, Path], world_of_one: None, tmp_path: Path

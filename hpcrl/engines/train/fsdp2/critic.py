@@ -77,7 +77,7 @@ class PackedCritic(PackedCausalLM):
 
     def own_logprobs(self, token_ids: Tensor) -> Tensor:
         """See PackedCausalLM."""
-        self._forget_lengths()
+        self._begin(None)
         hidden = body_of(self.hf)(input_ids=token_ids[None], use_cache=False).last_hidden_state[0, :-1]
         weight, bias = self.projection()
         return token_logprobs(

@@ -27,6 +27,8 @@ from hpcrl.engines.train.fsdp2.logits import Head, token_logprobs
 from hpcrl.engines.train.fsdp2.lora import Adapters
 from hpcrl.engines.train.fsdp2.model_kind import CAUSAL, Kind, body_of
 from hpcrl.engines.train.fsdp2.packed_attention import PACKED_ATTENTION, PackedLayout, PositionsAsCache, visible_keys
+from hpcrl.engines.train.fsdp2.row_attention import chooses_keys, use_own_attention
+from hpcrl.engines.train.fsdp2.row_mixers import RowMixers, mixers_of
 from hpcrl.engines.train.fsdp2.spec import unpackable
 from hpcrl.engines.train.fsdp2.tensor_parallel import TensorParallel
 from hpcrl.models.families import family_of
@@ -65,12 +67,15 @@ class PackedCausalLM(nn.Module):
         self.head = Head.from_config(text)
         self.chunk_tokens = chunk_tokens
         self.reads_positions_from_cache = family_of(text.model_type).reads_positions_from_cache
+        self.row_mixers = RowMixers(mixers_of(hf))
         dynamic = "dynamic" in rope_types(hf.config.to_dict())
         self._dynamic_rotary = [m for m in hf.modules() if dynamic and hasattr(m, "max_seq_len_cached")]
         # SDPA has no soft-capping, and transformers' SDPA attention would silently omit it.
         self.own_attention = (
             "eager" if getattr(text, "attn_logit_softcapping", None) else hf.config._attn_implementation
         )
+        for module in filter(chooses_keys, self.row_mixers.modules.values()):
+            use_own_attention(module, self.own_attention)
 
     def in_float32(self) -> Iterator[nn.Module]:
         """Yield the modules that always compute in float32."""
@@ -91,7 +96,8 @@ class PackedCausalLM(nn.Module):
     def packing_obstacle(self) -> str:
         """Why the model's code or config rules out packing; empty if the probe must decide."""
         parameters = inspect.signature(body_of(self.hf).forward).parameters
-        if "position_ids" not in parameters or all(p.kind is not p.VAR_KEYWORD for p in parameters.values()):
+        takes_layout = "position_ids" in parameters and any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        if not takes_layout and not self.row_mixers.modules:
             return "its forward takes no position_ids or no layout of the sequences"
         return unpackable(self.hf.config.to_dict())
 
@@ -166,7 +172,7 @@ class PackedCausalLM(nn.Module):
         None if the share is all of them."""
         packed: dict[str, Any] = {}
         mine = None
-        self._forget_lengths()
+        self._begin(layout)
         if layout is not None:
             token_ids = token_ids[layout.kept]
             mine, before = layout.own(before)
@@ -223,8 +229,10 @@ class PackedCausalLM(nn.Module):
             given["deepstack_visual_embeds"] = [some.index_select(0, images.sources[order]) for some in deep]
         return given
 
-    def _forget_lengths(self) -> None:
-        """Reset dynamic NTK's state, because transformers uses the maximum length of all earlier forward passes."""
+    def _begin(self, layout: PackedLayout | None) -> None:
+        """Prepare a forward pass. Dynamic NTK's state is reset, because transformers uses the maximum length of all
+        earlier forward passes."""
+        self.row_mixers.set_layout(layout)
         for module in self._dynamic_rotary:
             for name in [name for name in vars(module) if name.endswith("max_seq_len_cached")]:
                 setattr(module, name, module.original_max_seq_len)
@@ -235,7 +243,7 @@ class PackedCausalLM(nn.Module):
     def own_logprobs(self, token_ids: Tensor) -> Tensor:
         """float32 [T - 1]: log-probs of all but the first token of a sequence, int64 [T], from the model's own forward
         pass and head."""
-        self._forget_lengths()
+        self._begin(None)
         logits = self.hf(input_ids=token_ids[None], use_cache=False).logits[0, :-1].float()
         return logits.log_softmax(-1).gather(1, token_ids[1:, None])[:, 0]
 

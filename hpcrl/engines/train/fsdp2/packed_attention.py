@@ -175,6 +175,11 @@ class PackedLayout:
             self._chunked[size] = divided
         return self._chunked[size]
 
+    @property
+    def sequences(self) -> Sequence[Tensor]:
+        """For each sequence int64 on the host: its tokens' indices among all packed tokens."""
+        return self._places.split(list(self._lengths))
+
     def attends_both_ways(self, window: int | None) -> bool:
         """Whether some tokens attend to later ones, in a layer with this window."""
         return self._images is not None and (window is not None or not self._only_in_windows)
@@ -256,6 +261,18 @@ class _Unpad(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad.new_zeros(ctx.shape).index_copy_(0, ctx.shown.first, grad), None
+
+
+def pad(packed: Tensor, shown: Shown) -> Tensor:
+    """Packed [K, ...] -> slots [S, ...]."""
+    slots: Tensor = _Pad.apply(packed, shown)
+    return slots
+
+
+def unpad(slots: Tensor, shown: Shown) -> Tensor:
+    """Slots [S, ...] -> packed [K, ...]."""
+    packed: Tensor = _Unpad.apply(slots, shown)
+    return packed
 
 
 def packed_attention(
