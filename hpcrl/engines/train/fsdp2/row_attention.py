@@ -40,7 +40,7 @@ class ConfigWith:
     """A transformers config with another attention."""
 
     def __init__(self, config: Any, attention: str):
-        self._config = config._config if isinstance(config, ConfigWith) else config
+        self._config: Any = config._config if isinstance(config, ConfigWith) else config
         self._attn_implementation = attention
 
     def __getattr__(self, name: str) -> Any:
