@@ -27,6 +27,7 @@ from hpcrl.engines.train.fsdp2.logits import Head, token_logprobs
 from hpcrl.engines.train.fsdp2.lora import Adapters
 from hpcrl.engines.train.fsdp2.model_kind import CAUSAL, Kind, body_of
 from hpcrl.engines.train.fsdp2.packed_attention import PACKED_ATTENTION, PackedLayout, PositionsAsCache, visible_keys
+from hpcrl.engines.train.fsdp2.row_attention import chooses_keys, use_own_attention
 from hpcrl.engines.train.fsdp2.row_mixers import RowMixers, mixers_of
 from hpcrl.engines.train.fsdp2.spec import unpackable
 from hpcrl.engines.train.fsdp2.tensor_parallel import TensorParallel
@@ -73,6 +74,8 @@ class PackedCausalLM(nn.Module):
         self.own_attention = (
             "eager" if getattr(text, "attn_logit_softcapping", None) else hf.config._attn_implementation
         )
+        for module in filter(chooses_keys, self.row_mixers.modules.values()):
+            use_own_attention(module, self.own_attention)
 
     def in_float32(self) -> Iterator[nn.Module]:
         """Yield the modules that always compute in float32."""

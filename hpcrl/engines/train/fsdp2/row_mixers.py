@@ -23,21 +23,24 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hpcrl.engines.train.fsdp2.exchange import gather_tokens, sum_tokens
+from hpcrl.engines.train.fsdp2.model_kind import decoder_of
 from hpcrl.engines.train.fsdp2.packed_attention import PackedLayout, pad, unpad
 from hpcrl.engines.train.fsdp2.prefix_tree import Shared
+from hpcrl.engines.train.fsdp2.row_attention import causal_mask, chooses_keys
 from hpcrl.models.families import family_of
 from hpcrl.rollout.device_copies import to_device
 
 
 def mixers_of(hf: PreTrainedModel) -> dict[str, nn.Module]:
-    """The decoder's modules that mix tokens without attention, by name: modules that have a convolution over tokens,
-    and those listed by the model's family."""
+    """The decoder's modules that mix tokens without packed attention, by name: modules that have a convolution over
+    tokens, attention that chooses keys, and those listed by the model's family."""
     listed = family_of(hf.config.get_text_config().model_type).mixers
-    in_decoder = set(hf.get_decoder().modules())
+    in_decoder = set(decoder_of(hf).modules())
     found: dict[str, nn.Module] = {}
     for name, module in hf.named_modules():
         inner = module not in in_decoder or any(name.startswith(f"{outer}.") for outer in found)
-        if not inner and (type(module).__name__ in listed or any(isinstance(m, nn.Conv1d) for m in module.children())):
+        has_convolution = any(isinstance(child, nn.Conv1d) for child in module.children())
+        if not inner and (type(module).__name__ in listed or has_convolution or chooses_keys(module)):
             found[name] = module
     return found
 
@@ -56,11 +59,18 @@ class RowMixers:
         for module in modules.values():
             forward = module.forward
             own = forward.own if isinstance(forward, _Mixer) else forward  # of a copied model
-            module.forward = _Mixer(own, self)  # type: ignore[method-assign]
+            module.forward = _Mixer(own, self, chooses_keys(module))  # type: ignore[method-assign]
 
     def set_layout(self, layout: PackedLayout | None) -> None:
         """The sequences of the next forward pass and its recomputation; None for one sequence."""
         self.rows = _Rows(layout) if layout is not None and self.modules else None
+
+
+class OfBlocks:
+    """Keys that a layer chose, for the next one, which has the same blocks: a tensor of each."""
+
+    def __init__(self, parts: list[Tensor]):
+        self.parts = parts
 
 
 class _Mixer:
@@ -70,8 +80,9 @@ class _Mixer:
         own: The module's forward for a batch of sequences.
     """
 
-    def __init__(self, own: Callable[..., Any], mixers: RowMixers):
-        self.own, self._mixers = own, mixers
+    def __init__(self, own: Callable[..., Any], mixers: RowMixers, has_mask: bool):
+        """has_mask: whether the module takes a causal mask."""
+        self.own, self._mixers, self._has_mask = own, mixers, has_mask
         self._signature = inspect.signature(own)
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
@@ -87,10 +98,12 @@ class _Mixer:
         num_tokens = next(iter(given.values())).shape[1]
         blocks: list[dict[str, Any]] = [{} for _ in rows.blocks]
         for name, value in given.items():
-            is_of_tokens = isinstance(value, Tensor) and value.shape[:2] == (1, num_tokens)
-            parts = rows.spread(value) if is_of_tokens else [value] * len(blocks)
-            for block, part in zip(blocks, parts, strict=True):
+            for block, part in zip(blocks, rows.spread_all(value, num_tokens), strict=True):
                 block[name] = part
+        if self._has_mask:
+            states = next(iter(given.values()))
+            for block, shape in zip(blocks, rows.blocks, strict=True):
+                block["attention_mask"] = causal_mask(shape, given.get("attention_mask"), states)
         return rows.collect([self.own(**block) for block in blocks])
 
 
@@ -121,6 +134,23 @@ class _Rows:
         self.blocks = [(block.rows, block.length) for block in layout.padded.blocks]
         self._shown = layout.padded.keys
 
+    def spread_all(self, value: Any, num_tokens: int) -> list[Any]:
+        """An argument of each block: tensors of tokens, also in tuples and dictionaries, are spread; with the rotation
+        of all tensor-parallel ranks' tokens. Others are equal for all blocks."""
+        if isinstance(value, OfBlocks):
+            return value.parts
+        if isinstance(value, tuple):
+            return list(zip(*(self.spread_all(each, num_tokens) for each in value), strict=True))
+        if isinstance(value, dict):
+            parts = {name: self.spread_all(each, num_tokens) for name, each in value.items()}
+            return [{name: part[i] for name, part in parts.items()} for i in range(len(self.blocks))]
+        tensor = self._ranks.tensor
+        if isinstance(value, Tensor) and value.shape[:2] == (1, num_tokens):
+            return list(self.spread(value))
+        if tensor.size > 1 and isinstance(value, Tensor) and value.shape[:2] == (1, num_tokens * tensor.size):
+            return list(self.spread(value[:, tensor.rank :: tensor.size]))
+        return [value] * len(self.blocks)
+
     def spread(self, own: Tensor) -> list[Tensor]:
         """[rows, length, ...] of each block, from packed tokens [1, n, ...]."""
         tokens = own[0]
@@ -138,6 +168,8 @@ class _Rows:
         of_tokens = zip(outputs, self.blocks, strict=True)
         if not all(isinstance(output, Tensor) and output.shape[:2] == block for output, block in of_tokens):
             return None
+        if not outputs[0].is_floating_point():
+            return OfBlocks(list(outputs))
         slots = [output.flatten(0, 1) for output in outputs]
         packed = unpad(slots[0] if len(slots) == 1 else torch.cat(slots), self._shown)
         if self._ranks.all.size > 1:

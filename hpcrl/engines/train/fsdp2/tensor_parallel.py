@@ -94,16 +94,16 @@ class TensorParallel:
         prefix = next(f"{name}." for name, module in hf.named_modules() if module is decoder)
         names = [prefix + name for name, _ in decoder.named_modules()]
         vectors = [prefix + name for name, some in decoder.named_parameters() if some.ndim == 1]
-        whole = [f"{name}." for name in mixers_of(hf)]
+        inside = [f"{name}." for name in mixers_of(hf)]  # modules that are not split in themselves
         for name in names + vectors:
             key = re.sub(r"\.\d+(?=\.|$)", ".*", name)
             style = plan.get(key) or USUAL.get(key.removeprefix(f"{prefix}layers.*."))
-            if style is None or style in WHOLE or name.startswith(tuple(whole)):
+            if style is None or style in WHOLE or name.startswith(tuple(inside)):
                 continue
             if style not in STYLES:
                 raise self._refusal(f"{key} is {style} in transformers' plan, which is not supported")
             if style == EXPERTS:
-                whole.append(f"{name}.")
+                inside.append(f"{name}.")
             yield name, STYLES[style]
 
     def _split(self, name: str, module: Any, style: str, owner: nn.Module) -> None:

@@ -1,0 +1,57 @@
+"""Attention modules that choose keys themselves, over packed sequences: sparse attention with an indexer
+(arXiv 2512.02556), and compressed keys.
+
+Their choice is a mask over all keys, which packed attention cannot read. So they run row by row, as recurrent mixers do
+(hpcrl.engines.train.fsdp2.row_mixers), with transformers' own attention and a causal mask for each block of rows.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hpcrl.engines.train.fsdp2.packed_attention import Reach
+
+PARTS = ("indexer", "compressor")
+"""Attributes of attention modules that choose keys; None in layers that do not."""
+CHOSEN = "prev_topk_indices"
+"""The argument of modules that use an earlier layer's choice."""
+
+
+def chooses_keys(module: nn.Module) -> bool:
+    """Whether this is an attention module that chooses keys."""
+    given = inspect.signature(type(module).forward).parameters
+    if "attention_mask" not in given or not hasattr(module, "layer_idx"):
+        return False
+    return CHOSEN in given or any(getattr(module, name, None) is not None for name in PARTS)
+
+
+def use_own_attention(module: nn.Module, attention: str) -> None:
+    """Let an attention module and its parts use this attention of transformers, whatever the model uses."""
+    for part in module.modules():
+        if hasattr(part, "config"):
+            part.config = ConfigWith(part.config, attention)  # type: ignore[assignment]
+
+
+class ConfigWith:
+    """A transformers config with another attention."""
+
+    def __init__(self, config: Any, attention: str):
+        self._config: Any = config._config if isinstance(config, ConfigWith) else config
+        self._attn_implementation = attention
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(object.__getattribute__(self, "_config"), name)
+
+
+def causal_mask(block: tuple[int, int], reach: Reach | None, like: Tensor) -> Tensor:
+    """What to add to the scores of a block (rows, length): [rows, 1, length, length], of like's dtype."""
+    rows, length = block
+    visible = torch.ones(length, length, dtype=torch.bool, device=like.device).tril()
+    if reach is not None and reach.window is not None:
+        visible = visible.triu(1 - reach.window)
+    mask = torch.zeros_like(visible, dtype=like.dtype).masked_fill(~visible, torch.finfo(like.dtype).min)
+    return mask.expand(rows, 1, -1, -1)
