@@ -8,7 +8,7 @@ from typing import Any
 from hpcrl.models.deepseek_v3 import DEFAULTS, LatentLayers, latent_shape, scales_otherwise
 from hpcrl.models.family import Family, MegatronModel
 from hpcrl.models.grouped import gated_mlp, routed_experts
-from hpcrl.models.router import Router
+from hpcrl.models.router import ExpertRouter
 from hpcrl.models.shape import Decoder, ModelShape, ParameterEntry
 
 SIZES = DEFAULTS | {"n_routed_experts": 64, "moe_intermediate_size": 1407, "n_shared_experts": 2}
@@ -24,10 +24,10 @@ def _read(family: str, decoder: Decoder, config: Mapping[str, Any]) -> ModelShap
     return latent_shape(family, decoder, config, SIZES, 0, _parameters)
 
 
-def _router(config: Mapping[str, Any]) -> Router:
+def _router(config: Mapping[str, Any]) -> ExpertRouter:
     """transformers ignores norm_topk_prob."""
     limited = config.get("topk_method") == METHODS[1]
-    return Router(
+    return ExpertRouter(
         normalised=False,
         scale=float(config.get("routed_scaling_factor", 1.0)),
         groups=config.get("n_group") or 1 if limited else 1,

@@ -8,7 +8,7 @@ from typing import Any
 
 from hpcrl.models.grouped import GroupedLayers
 from hpcrl.models.megatron_entries import MegatronLayers
-from hpcrl.models.router import Router, softmax_router
+from hpcrl.models.router import ExpertRouter, softmax_router
 from hpcrl.models.shape import Decoder, ModelShape
 from hpcrl.models.vision import Vision
 
@@ -33,7 +33,7 @@ class MegatronModel:
     """Keys of config.json that ask for biases, which Megatron-Core's layers do not have here."""
     rope_types: tuple[str, ...] = ("default", "linear", "llama3", "yarn")
     """Supported rotary embeddings: frequencies do not depend on the sequence."""
-    router: Callable[[Mapping[str, Any]], Router] = softmax_router
+    router: Callable[[Mapping[str, Any]], ExpertRouter] = softmax_router
     """Called with the config.json of a mixture of experts."""
     options: Callable[[Mapping[str, Any]], dict[str, Any]] = no_options
     """Called with config.json; returns keys of Megatron-Core's configuration that its sizes do not determine.

@@ -8,7 +8,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Router:
+class ExpertRouter:
     """Properties of a model's routers. Each token gets the experts with the highest scores."""
 
     sigmoid: bool = False
@@ -26,19 +26,21 @@ class Router:
     """A group's score is the sum of its best `best` experts' scores."""
 
 
-def normalised_router(config: Mapping[str, Any]) -> Router:
+def normalised_router(config: Mapping[str, Any]) -> ExpertRouter:
     """A softmax over the chosen experts, whatever config.json says."""
-    return Router()
+    return ExpertRouter()
 
 
-def softmax_router(config: Mapping[str, Any]) -> Router:
+def softmax_router(config: Mapping[str, Any]) -> ExpertRouter:
     """Softmax scores, with normalised weights if norm_topk_prob is true."""
-    return Router(normalised=bool(config.get("norm_topk_prob", False)))
+    return ExpertRouter(normalised=bool(config.get("norm_topk_prob", False)))
 
 
-def sigmoid_router(config: Mapping[str, Any], *, scale: float = 1.0, groups: int = 1, chosen_groups: int = 1) -> Router:
+def sigmoid_router(
+    config: Mapping[str, Any], *, scale: float = 1.0, groups: int = 1, chosen_groups: int = 1
+) -> ExpertRouter:
     """Sigmoid scores as in DeepSeek-V3; the parameters are defaults for keys of config.json."""
-    return Router(
+    return ExpertRouter(
         sigmoid=True,
         normalised=bool(config.get("norm_topk_prob", True)),
         scale=float(config.get("routed_scaling_factor", scale)),
@@ -54,7 +56,7 @@ def _count(config: Mapping[str, Any], key: str, default: int) -> int:
     return 1 if value is None else int(value)
 
 
-def unsupported_choices(router: Router, num_experts: int, chosen: int) -> Iterator[str]:
+def unsupported_choices(router: ExpertRouter, num_experts: int, chosen: int) -> Iterator[str]:
     """Why Megatron-Core's routers would choose or weight experts differently."""
     if router.sigmoid and not router.normalised:
         yield "has no norm_topk_prob=false with sigmoid scores"

@@ -30,8 +30,8 @@ def bridges() -> Any:
 
 
 def bridge_of(bridges: Any, family: str, folder: Path) -> Any:
-    """mbridge's names and layouts for a model. Its configuration of Megatron-Core is not built: it needs keys that
-    transformers 5 has renamed (rope_theta, rope_scaling)."""
+    """mbridge's names and layouts for a model. Its configuration of Megatron-Core is not built, because some need
+    rope_theta, which transformers 5 has moved into rope_parameters."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(folder)

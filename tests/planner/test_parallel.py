@@ -8,11 +8,11 @@ import pytest
 
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.config import Config, ConfigError, parse
-from hpcrl.engines.train.megatron.parallel import Degrees, padded_vocabulary, split_layers
+from hpcrl.engines.train.megatron.parallel import Degrees, _experts, padded_vocabulary, split_layers
 from hpcrl.engines.train.megatron.spec import ENDS, MegatronConfig
 from hpcrl.models.families import read_shape
 from hpcrl.planner.memory import check_sizes
-from tests.planner.models import PUBLISHED
+from tests.planner.models import PUBLISHED, published
 
 FIRST, LAST = ENDS
 COUNTED = {"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True}
@@ -140,6 +140,15 @@ def test_invalid_sizes_are_refused(model: str, ranks: int, change: dict[str, Any
     else:
         assert any(said in text for text in found), found
         assert all(text.startswith("trainer.megatron.") for text in found)
+
+
+def test_biases_and_shared_experts_limit_the_split() -> None:
+    sinks, shared = (read_shape(published(family, 64, 2, 4, 2, 96, 128)) for family in ("gpt_oss", "glm4_moe"))
+    found = [problem.text for problem in _experts(MegatronConfig(expert_tensor_parallel=2), sinks)]
+    assert found == ["trainer.megatron.expert_tensor_parallel: 2, but the experts of gpt_oss have biases; use 1"]
+    own = MegatronConfig(tensor_parallel=3, sequence_parallel=True, expert_bias_rate=0.001)
+    found = [problem.text for problem in _experts(own, shared)]
+    assert found == ["trainer.megatron.tensor_parallel: 3 does not divide the shared experts' width 1408"]
 
 
 def test_delayed_parameter_gathering_requires_its_preconditions() -> None:

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from hpcrl.engines.train.megatron.replay import routers_of
-from hpcrl.models.router import Router
+from hpcrl.models.router import ExpertRouter
 
 
-def router_options(router: Router) -> dict[str, Any]:
+def router_options(router: ExpertRouter) -> dict[str, Any]:
     """Keys of TransformerConfig."""
     options: dict[str, Any] = {
         "moe_router_score_function": "sigmoid" if router.sigmoid else "softmax",
@@ -51,7 +51,7 @@ class GroupedChoice:
         return values, indices
 
 
-def choose_groups(chunks: Sequence[Any], router: Router) -> None:
+def choose_groups(chunks: Sequence[Any], router: ExpertRouter) -> None:
     """Replace the choice of groups in all routers of a rank, if the model has groups."""
     if router.groups > 1:
         for _, module in routers_of(chunks):

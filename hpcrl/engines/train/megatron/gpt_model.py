@@ -37,7 +37,7 @@ from hpcrl.engines.train.megatron.parallel import padded_vocabulary, split_layer
 from hpcrl.engines.train.megatron.spec import COUNTED, ENDS, SPEC, MegatronConfig
 from hpcrl.engines.train.megatron.unsupported import lacking
 from hpcrl.models.families import family_of, read_shape
-from hpcrl.models.router import Router
+from hpcrl.models.router import ExpertRouter
 from hpcrl.models.shape import CannotPlanError, ModelShape
 from hpcrl.models.windows import SLIDING
 from hpcrl.system.clock import UNCOUNTED
@@ -74,7 +74,7 @@ class Description:
     scale: float | None
     window: int | None
     windowed: tuple[bool, ...]
-    router: Router | None
+    router: ExpertRouter | None
     options: dict[str, Any]
 
 
