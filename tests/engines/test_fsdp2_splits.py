@@ -277,5 +277,5 @@ def test_splits_do_not_change_gradients_of_adapters(
 def test_all_ranks_refuse_a_model_that_cannot_be_split(two_ranks: list[dict[Any, Any]]) -> None:
     for result in two_ranks:
         for name in SPLITS:
-            text = f"{name}_parallel=2 needs a model that can be packed; phi3 cannot: rope_type"
-            assert text in result[name, "refused"]
+            assert f"{name}_parallel=2 " in result[name, "refused"]
+            assert "needs a model that can be packed; phi3 cannot: rope_type" in result[name, "refused"]
