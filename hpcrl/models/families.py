@@ -44,7 +44,15 @@ from hpcrl.spec.trajectory import declare
 
 LISTED = (
     *(qwen2.FAMILY, qwen3.FAMILY, qwen3_moe.FAMILY, llama.FAMILY, mistral.FAMILY, mistral.MINISTRAL, phi3.FAMILY),
-    *(gemma.GEMMA2, gemma.GEMMA3, qwen2_5_vl.FAMILY, qwen3_vl.FAMILY, qwen3_vl.MOE, deepseek_v3.FAMILY, deepseek_v3.KIMI),
+    *(
+        gemma.GEMMA2,
+        gemma.GEMMA3,
+        qwen2_5_vl.FAMILY,
+        qwen3_vl.FAMILY,
+        qwen3_vl.MOE,
+        deepseek_v3.FAMILY,
+        deepseek_v3.KIMI,
+    ),
     *(bert.FAMILY, hyperclovax.FAMILY, llama4.FAMILY, mamba2.FAMILY, mixtral.FAMILY, qwen2_moe.FAMILY),
     *(qwen2_vl.FAMILY, qwen3_5.FAMILY, glm4v.FAMILY, internvl.FAMILY, gemma3.FAMILY, gemma4.FAMILY),
     *(idefics3.FAMILY, llava_onevision.FAMILY),
@@ -58,8 +66,8 @@ MEGATRON = tuple(name for name, family in FAMILIES.items() if family.megatron is
 VLLM_SEEING = tuple(name for name, family in FAMILIES.items() if name in family.vllm_images)
 SGLANG_SEEING = tuple(name for name, family in FAMILIES.items() if name in family.sglang_images)
 SEEING = tuple(name for name, family in FAMILIES.items() if family.vision is not None)
-"""Each a tuple of model_type values: parameters are listed here; the native generator runs them; Megatron trains them; vLLM
-gets images for them; SGLang does; images are understood."""
+"""Each a tuple of model_type values: parameters are listed here; the native generator runs them; Megatron trains them;
+vLLM gets images for them; SGLang does; images are understood."""
 PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 """Files of a model folder that hold the image processor's values; the second in its key image_processor."""
 

@@ -35,7 +35,9 @@ CHOSEN = re.compile(r"experts_per_tok(en)?$|^moe_(top_?)?k$|^top_k_experts$")
 LISTED_EXPERT = re.compile(r"\.experts\.\d+\.")
 ROUTER_BIAS = "e_score_correction_bias"
 """A buffer that trainers publish with the parameters."""
-COLUMN = re.compile(r"(^|_)(q|k|v|qkv|gate|up|gate_up|q_b|kv_b|in|in_proj_\w+|query_key_value|c_attn|fc1|w1|w3)(_proj)?$")
+COLUMN = re.compile(
+    r"(^|_)(q|k|v|qkv|gate|up|gate_up|q_b|kv_b|in|in_proj_\w+|query_key_value|c_attn|fc1|w1|w3)(_proj)?$"
+)
 ROW = re.compile(r"(^|_)(o|down|out|dense|fc2|w2)(_proj)?$")
 """Names of linear layers that engines split by rows and by columns where transformers' plan does not say it."""
 SHARED = re.compile(r"\.shared_(experts?|mlp)\..*(down_proj|output_linear)\.weight$")

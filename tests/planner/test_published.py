@@ -38,7 +38,9 @@ def test_a_well_known_model_is_planned_from_its_config(name: str) -> None:
     assert shape.num_active / 1e9 == pytest.approx(model.active or model.total, rel=0.02 if model.active else 1)
     layout = RoleLayout.from_config(config)
     assert check_sizes(config, layout, shape) == []
-    rows = [row for plan in (trainer_rows, memory_rows, update_rows, storage_rows) for row in plan(config, layout, shape)]
+    rows = [
+        row for plan in (trainer_rows, memory_rows, update_rows, storage_rows) for row in plan(config, layout, shape)
+    ]
     list(step_rows(config, layout, shape))
     assert [label for label, _ in rows if label] == ["memory", "update", "saves"]
     assert not any("cannot be planned" in text for _, text in rows)
