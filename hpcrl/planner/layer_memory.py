@@ -190,8 +190,8 @@ def _any_grouped_products() -> Iterator[None]:
             rows, weight = ctx.saved_tensors
             return torch.empty_like(rows), torch.empty_like(weight)
 
-    own = moe._grouped_mm
-    moe._grouped_mm = lambda rows, weight, offs: Grouped.apply(rows.to(weight.dtype), weight)
+    own: Any = moe._grouped_mm
+    moe._grouped_mm = lambda input, weight, offs: Grouped.apply(input.to(weight.dtype), weight)
     try:
         yield
     finally:
