@@ -75,7 +75,7 @@ def empty_model(source: Source, dtype: str = "bfloat16") -> Any:
     name = content.get("model_type")
     try:
         import torch
-        from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+        from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     except ImportError as error:
         raise CannotPlanError(f"model_type {name!r} needs transformers to be planned: {error}") from None
@@ -83,7 +83,7 @@ def empty_model(source: Source, dtype: str = "bfloat16") -> Any:
         raise CannotPlanError(f"its parameters are not known for model_type {name!r}, which transformers does not have")
     try:
         with quiet(), torch.device("meta"):
-            parsed = CONFIG_MAPPING[name].from_dict(content)
+            parsed = CONFIG_MAPPING[name].from_dict(PreTrainedConfig._decode_special_floats(content))
             kind = AutoModelForImageTextToText if source.sees else AutoModelForCausalLM
             model = kind.from_config(parsed, dtype=getattr(torch, dtype))
     except Exception as error:  # from the config's or the model's own code

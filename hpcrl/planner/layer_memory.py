@@ -7,9 +7,10 @@ own, so layers with plain recurrences keep what these keep.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -56,7 +57,7 @@ def _measured_with(source: Source, length: int, dtype: str, attention: str) -> t
         layer.forward = functools.partial(_measured, layer.forward, layer, signature, seen, found)
     try:
         model.set_attn_implementation(attention)
-        with quiet(), torch.device("meta"):
+        with quiet(), _any_grouped_products(), torch.device("meta"):
             decoder = model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
             decoder.eval()(input_ids=torch.zeros(1, length, dtype=torch.int64), use_cache=False)
     except Exception:  # from the model's own code, such as a choice that depends on values
@@ -78,7 +79,7 @@ def _measured(
         import torch
 
         hidden = (inputs[0] if inputs else named.pop("hidden_states")).detach()
-        with torch.no_grad(), _Storages() as alone:
+        with torch.no_grad(), _storages() as alone:
             forward(hidden, *inputs[1:], **named)
         seen[signature] = _trained(forward, layer, hidden, inputs[1:], named, alone.most)
     memory, result = seen[signature]
@@ -106,7 +107,7 @@ def _trained(
         parameter.grad = None
 
     hooks = [p.register_post_accumulate_grad_hook(forget) for p in layer.parameters() if p.requires_grad]
-    with torch.enable_grad(), _Storages() as storages:
+    with torch.enable_grad(), _storages() as storages:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             result = forward(hidden, *inputs, **named)
         outer = {id(each.untyped_storage()) for each in _tensors((inputs, named))}
@@ -133,7 +134,7 @@ def _tensors(value: Any) -> list[Any]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
-def _Storages() -> Any:
+def _storages() -> Any:
     """A context that records the bytes of all storages made in it, and when they are freed."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -170,6 +171,31 @@ def _Storages() -> Any:
             self._events.append((number, -num_bytes))
 
     return Storages()
+
+
+@contextlib.contextmanager
+def _any_grouped_products() -> Iterator[None]:
+    """Products of experts in float32 too: torch's own have no shapes on the meta device for it."""
+    import torch
+    from transformers.integrations import moe
+
+    class Grouped(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, rows: Any, weight: Any) -> Any:
+            ctx.save_for_backward(rows, weight)
+            return rows.new_empty(len(rows), weight.shape[-1])
+
+        @staticmethod
+        def backward(ctx: Any, grad: Any) -> Any:
+            rows, weight = ctx.saved_tensors
+            return torch.empty_like(rows), torch.empty_like(weight)
+
+    own: Any = moe._grouped_mm
+    moe._grouped_mm = lambda input, weight, offs: Grouped.apply(input.to(weight.dtype), weight)
+    try:
+        yield
+    finally:
+        moe._grouped_mm = own
 
 
 @functools.cache

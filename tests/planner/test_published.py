@@ -110,3 +110,9 @@ def test_a_config_that_transformers_cannot_read_is_named(changes: dict[str, Any]
     with pytest.raises(CannotPlanError, match=said) as raised:
         read_shape(WELL_KNOWN["OLMo-3-7B"].config | changes)
     assert "\n" not in str(raised.value)
+
+
+def test_an_infinite_number_is_read_as_transformers_writes_it() -> None:
+    config = WELL_KNOWN["Nemotron-H-8B"].config
+    written = config | {"time_step_limit": [0.0, {"__float__": "Infinity"}]}
+    assert read_shape(written).parameters == read_shape(config).parameters
