@@ -10,6 +10,7 @@ import functools
 import json
 import re
 from collections.abc import Iterator, Mapping
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 from hpcrl.models.shape import (
@@ -263,7 +264,7 @@ def _keys_of(width: int, layer: Any, kv_heads: int) -> int:
 
 def _state(module: Any) -> int:
     for names in RECURRENT_SIZES:
-        sizes = [getattr(module, name, None) for name in names]
-        if all(isinstance(size, int) for size in sizes):
-            return functools.reduce(lambda x, y: x * y, sizes)  # type: ignore[arg-type, return-value]
+        sizes = [size for name in names if isinstance(size := getattr(module, name, None), int)]
+        if len(sizes) == len(names):
+            return prod(sizes)
     return 0

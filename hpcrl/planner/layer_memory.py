@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, cast
 
 from hpcrl.models.from_transformers import decoder_layers, empty_model, quiet
 from hpcrl.models.shape import Source
@@ -190,12 +190,15 @@ def _any_grouped_products() -> Iterator[None]:
             rows, weight = ctx.saved_tensors
             return torch.empty_like(rows), torch.empty_like(weight)
 
-    own: Any = moe._grouped_mm
-    moe._grouped_mm = lambda input, weight, offs: Grouped.apply(input.to(weight.dtype), weight)
+    def product(input: Any, weight: Any, offs: Any) -> Any:
+        return Grouped.apply(input.to(weight.dtype), weight)
+
+    own, module = moe._grouped_mm, cast(Any, moe)
+    module._grouped_mm = product
     try:
         yield
     finally:
-        moe._grouped_mm = own
+        module._grouped_mm = own
 
 
 @functools.cache
