@@ -147,6 +147,20 @@ class PackedLayout:
     def padded(self) -> tuple[list[tuple[int, int]], Shown]:
         """(rows, length) of blocks of sequences with similar lengths, longest first; and the tokens of all rows,
         concatenated, where padding repeats a row's last token."""
+        blocks, tokens, real = self._in_blocks(MAX_PADDING)
+        self._slots = tokens, real
+        return blocks, self._shown(tokens, real)
+
+    def in_one_block(self) -> tuple[list[tuple[int, int]], Shown]:
+        """As `padded`, with any amount of padding."""
+        blocks, tokens, real = self._in_blocks(1.0)
+        return blocks, self._shown(tokens, real)
+
+    def _shown(self, tokens: list[Tensor], real: list[Tensor]) -> Shown:
+        return Shown(self._places[torch.cat(tokens)], torch.cat(real), self._device)
+
+    def _in_blocks(self, max_padding: float) -> tuple[list[tuple[int, int]], list[Tensor], list[Tensor]]:
+        """(rows, length) of blocks; and for each, its tokens and which of them are real."""
         lengths, starts = self._lengths, [0]
         order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
         for length in lengths:
@@ -154,7 +168,7 @@ class PackedLayout:
         groups: list[list[int]] = []
         for row in order:
             longest = lengths[groups[-1][0]] if groups else 0
-            if longest - lengths[row] > max(MIN_PADDING_TOKENS, int(longest * MAX_PADDING)) or not groups:
+            if longest - lengths[row] > max(MIN_PADDING_TOKENS, int(longest * max_padding)) or not groups:
                 groups.append([])
             groups[-1].append(row)
         blocks = [(len(rows), lengths[rows[0]]) for rows in groups]
@@ -165,8 +179,7 @@ class PackedLayout:
             offsets = torch.arange(longest)[None]
             slots.append((first + torch.minimum(offsets, last)).flatten())
             real.append((offsets <= last).flatten())
-        self._slots = slots, real
-        return blocks, Shown(self._places[torch.cat(slots)], torch.cat(real), self._device)
+        return blocks, slots, real
 
     @cached_property
     def exact(self) -> tuple[Tensor, int, Shown | None]:

@@ -47,11 +47,14 @@ class RowMixers:
     Attributes:
         modules: The mixers by name.
         rows: Of the sequences in the current forward pass; None for one sequence.
+        in_one_block: Whether a mixer calls its parts once per forward pass, for all rows. Otherwise, the number of
+            calls depends on the rank's rows.
     """
 
     def __init__(self, modules: Mapping[str, nn.Module]):
         self.modules = modules
         self.rows: _Rows | None = None
+        self.in_one_block = False
         for module in modules.values():
             forward = module.forward
             own = forward.own if isinstance(forward, _Mixer) else forward  # of a copied model
@@ -59,7 +62,7 @@ class RowMixers:
 
     def set_layout(self, layout: PackedLayout | None) -> None:
         """The sequences of the next forward pass and its recomputation; None for one sequence."""
-        self.rows = _Rows(layout) if layout is not None and self.modules else None
+        self.rows = _Rows(layout, self.in_one_block) if layout is not None and self.modules else None
 
 
 class _Mixer:
@@ -96,10 +99,10 @@ class _Mixer:
 class _Rows:
     """The rows of a layout that this rank computes, in blocks (rows, length)."""
 
-    def __init__(self, layout: PackedLayout):
+    def __init__(self, layout: PackedLayout, in_one_block: bool):
         self._ranks, self._num_packed = layout.ranks, layout.num_packed
         if self._ranks.all.size == 1:
-            self.blocks, self._shown = layout.padded
+            self.blocks, self._shown = layout.in_one_block() if in_one_block else layout.padded
             return
         sequences, place = layout.sequences, self._ranks.place
         owners = divide([len(tokens) for tokens in sequences], self._ranks.all.size)
