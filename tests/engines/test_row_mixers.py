@@ -128,3 +128,18 @@ def test_a_state_that_rows_share_is_noticed_in_an_untrained_model(
     monkeypatch.setattr(RowMixers, "set_layout", lambda *_: None)
     with pytest.raises(ValueError, match=f"packing=require, but {family} cannot be packed: packed log-probs differ by"):
         gradients_of(tmp_path, packing="require")
+
+
+@pytest.mark.slow
+def test_with_zero_3_all_ranks_call_the_parts_of_a_mixer_equally_often(folder: Path, world_of_one: None) -> None:
+    """Each call gathers weights, so with a number of calls that depends on a rank's rows, ranks would not match."""
+    pytest.importorskip("deepspeed")
+    from hpcrl.engines.train.deepspeed.engine import ZeroEngine
+
+    config, calls = TrainerConfig(logits_chunk_tokens=16), list[str]()
+    given = {"dtype": torch.float32, "total_steps": 1, "trainable": False}
+    for engine in (FSDP2Engine(config, folder, **given), ZeroEngine(config, folder, **given)):
+        part = next(module for name, module in engine.model.named_modules() if name.endswith("linear_attn.out_proj"))
+        part.register_forward_hook(lambda *_, name=engine.name: calls.append(name))
+        engine.logprobs(make_batch(LENGTHS), [list(range(len(LENGTHS)))], 1.0)
+    assert calls.count("fsdp2") == 4 and calls.count("deepspeed") == 1

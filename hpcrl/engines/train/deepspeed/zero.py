@@ -137,6 +137,8 @@ def fill(
 def start(model: PackedCausalLM, optimizer: torch.optim.Optimizer | None, config: dict[str, Any]) -> _Engine:
     """Wrap the model with DeepSpeed, which without an optimizer only gathers its parameters. Collective."""
     if config["zero_optimization"]["stage"] == 3:
+        # Each call of a module gathers its parameters, so all ranks must make the same calls.
+        model.row_mixers.in_one_block = True
         for module in model.modules():
             three = any(len(shape_of(parameter)) == 3 for parameter in module.parameters(recurse=False))
             if three and not isinstance(module, nn.Conv1d):

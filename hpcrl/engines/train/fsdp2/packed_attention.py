@@ -216,19 +216,23 @@ class PackedLayout:
         """All sequences with all of their tokens."""
         return self._pad([0] * len(self._lengths))
 
+    def in_one_block(self) -> Padded:
+        """As `padded`, with any amount of padding."""
+        return self._pad([0] * len(self._lengths), max_padding=1.0)
+
     @cached_property
     def own_queries(self) -> Padded:
         """Each packed token as query once: the sequences without their skipped tokens, whose keys they see."""
         return self._pad(self._skipped) if self.shares else self.padded
 
-    def _pad(self, skipped: Sequence[int]) -> Padded:
+    def _pad(self, skipped: Sequence[int], max_padding: float = MAX_PADDING) -> Padded:
         """Sequences with similar numbers of tokens and of queries form a block."""
         lengths = self._lengths
         order = [row for row, length in enumerate(lengths) if length > skipped[row]]
         order.sort(key=lambda row: (skipped[row] > 0, skipped[row] - lengths[row], -lengths[row]))
         groups: list[list[int]] = []
         for row in order:
-            if not groups or not self._is_like(groups[-1], row, skipped):
+            if not groups or not self._is_like(groups[-1], row, skipped, max_padding):
                 groups.append([])
             groups[-1].append(row)
         blocks, parts = [], []
@@ -246,13 +250,13 @@ class PackedLayout:
         )
         return Padded(blocks, own, every if any(skipped) else own)
 
-    def _is_like(self, rows: Sequence[int], row: int, skipped: Sequence[int]) -> bool:
+    def _is_like(self, rows: Sequence[int], row: int, skipped: Sequence[int], max_padding: float) -> bool:
         """Whether a sequence may be added to a block of these, of which the first has the most queries."""
         if (skipped[row] > 0) != (skipped[rows[0]] > 0):
             return False
         lengths = [self._lengths[other] for other in (*rows, row)]
         queries = [self._lengths[other] - skipped[other] for other in (rows[0], row)]
-        return all(max(n) - min(n) <= max(MIN_PADDING_TOKENS, int(max(n) * MAX_PADDING)) for n in (lengths, queries))
+        return all(max(n) - min(n) <= max(MIN_PADDING_TOKENS, int(max(n) * max_padding)) for n in (lengths, queries))
 
     def _slots(self, rows: Sequence[int], skipped: Sequence[int], length: int) -> tuple[Tensor, Tensor]:
         """The tokens of these sequences after the skipped ones, int64 [rows * length], padded with each sequence's last

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 
 from hpcrl.engines.train.fsdp2.exchange import gather_tokens, sum_tokens
 from hpcrl.engines.train.fsdp2.model_kind import decoder_of
-from hpcrl.engines.train.fsdp2.packed_attention import PackedLayout, pad, unpad
+from hpcrl.engines.train.fsdp2.packed_attention import PackedLayout, Padded, pad, unpad
 from hpcrl.engines.train.fsdp2.prefix_tree import Shared
 from hpcrl.engines.train.fsdp2.row_attention import causal_mask, chooses_keys
 from hpcrl.models.families import family_of
@@ -51,11 +51,14 @@ class RowMixers:
     Attributes:
         modules: The mixers by name.
         rows: Of the sequences in the current forward pass; None for one sequence.
+        in_one_block: Whether a mixer calls its parts once per forward pass, for all rows. Otherwise, the number of
+            calls depends on the rank's rows.
     """
 
     def __init__(self, modules: Mapping[str, nn.Module]):
         self.modules = modules
         self.rows: _Rows | None = None
+        self.in_one_block = False
         for module in modules.values():
             forward = module.forward
             own = forward.own if isinstance(forward, _Mixer) else forward  # of a copied model
@@ -63,7 +66,7 @@ class RowMixers:
 
     def set_layout(self, layout: PackedLayout | None) -> None:
         """The sequences of the next forward pass and its recomputation; None for one sequence."""
-        self.rows = _Rows(layout) if layout is not None and self.modules else None
+        self.rows = _Rows(layout, self.in_one_block) if layout is not None and self.modules else None
 
 
 class OfBlocks:
@@ -110,10 +113,10 @@ class _Mixer:
 class _Rows:
     """The rows of a layout that this rank computes, in blocks (rows, length)."""
 
-    def __init__(self, layout: PackedLayout):
+    def __init__(self, layout: PackedLayout, in_one_block: bool):
         self._ranks, self._num_packed = layout.ranks, layout.num_packed
         if self._ranks.all.size == 1:
-            self._use(layout)
+            self._use(layout.in_one_block() if in_one_block else layout.padded)
             return
         sequences, place = layout.sequences, self._ranks.place
         owners = divide([len(tokens) for tokens in sequences], self._ranks.all.size)
@@ -127,12 +130,11 @@ class _Rows:
         sent = (first[tokens] == place).nonzero()[:, 0]
         device = layout.kept.device
         lengths = [len(row) for row in mine]
-        self._use(PackedLayout(lengths, device, Shared(tokens, places, [0] * len(lengths))))
+        self._use(PackedLayout(lengths, device, Shared(tokens, places, [0] * len(lengths))).padded)
         self._tokens, self._sent, self._to = (to_device(x, device) for x in (tokens, sent, tokens[sent]))
 
-    def _use(self, layout: PackedLayout) -> None:
-        self.blocks = [(block.rows, block.length) for block in layout.padded.blocks]
-        self._shown = layout.padded.keys
+    def _use(self, padded: Padded) -> None:
+        self.blocks, self._shown = [(block.rows, block.length) for block in padded.blocks], padded.keys
 
     def spread_all(self, value: Any, num_tokens: int) -> list[Any]:
         """An argument of each block: tensors of tokens, also in tuples and dictionaries, are spread; with the rotation
