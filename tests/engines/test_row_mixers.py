@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM
 from hpcrl.config import TrainerConfig
 from hpcrl.engines.train.fsdp2 import engine as fsdp2
 from hpcrl.engines.train.fsdp2.engine import FSDP2Engine
-from hpcrl.engines.train.fsdp2.packed_attention import PackedLayout, shared_prefixes
+from hpcrl.engines.train.fsdp2.packed_attention import PackedLayout
+from hpcrl.engines.train.fsdp2.prefix_tree import share_prefixes
 from hpcrl.engines.train.fsdp2.row_mixers import RowMixers, divide, mixers_of
 from hpcrl.engines.train.fsdp2.spec import FSDP2Config
 from tests.contracts.train.fsdp2 import gradients
@@ -64,7 +65,7 @@ class Sums(torch.nn.Module):
 def test_a_shared_prefix_is_computed_in_every_row_and_its_gradient_is_the_sum_over_rows() -> None:
     """Rows abx, aby and c, of which the first two share ab."""
     ids, lengths = torch.tensor([1, 2, 3, 1, 2, 4, 5]), [3, 3, 1]
-    layout = PackedLayout(lengths, torch.device("cpu"), shared_prefixes(ids, lengths, [2, 2, 0]))
+    layout = PackedLayout(lengths, torch.device("cpu"), share_prefixes(ids, lengths))
     sums = Sums()
     mixers = RowMixers({"sums": sums})
     mixers.set_layout(layout)
