@@ -183,11 +183,11 @@ FAMILY = Family(
     model_types=("deepseek_v3",),
     decoder=Decoder(),
     read=read_shape,
+    router=functools.partial(sigmoid_router, scale=2.5, groups=8, chosen_groups=4),
     megatron=MegatronModel(
         layers=LatentLayers,
         biases=("attention_bias",),
         rope_types=("default", "yarn"),
-        router=functools.partial(sigmoid_router, scale=2.5, groups=8, chosen_groups=4),
         lacks=_lacks,
         stores_own_names=True,
     ),

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hpcrl.models.megatron_entries import FILES, Entry, EntryRows, LayerSpec, copied, dense, routed
+from hpcrl.models.megatron_entries import Entry, EntryRows, LayerSpec, copied, dense, routed
 from hpcrl.models.shape import CannotPlanError, Decoder, ModelShape, Parameter, ParameterEntry, ParameterSplit, size
 
 
@@ -187,8 +187,6 @@ def norms(shape: ModelShape) -> Iterator[ParameterEntry]:
 class GroupedLayers:
     """The layers in Megatron-Core (MegatronLayers)."""
 
-    files = FILES
-
     def __init__(self, config: Mapping[str, Any], shape: ModelShape):
         self._shape = shape
         self.hidden, self.vocabulary = shape.hidden_size, shape.vocab_size
@@ -227,7 +225,7 @@ class GroupedLayers:
     def mixture(self, fused: bool, stacked: bool) -> Iterator[Entry]:
         """The tensors of a layer's router and experts."""
         shape = self._shape
-        yield from routed(shape.num_experts, self.hidden, shape.expert_size, fused, stacked, self.files)
+        yield from routed(shape.num_experts, self.hidden, shape.expert_size, fused, stacked, shape.decoder.files)
 
 
 class CorrectedLayers(GroupedLayers):

@@ -29,6 +29,21 @@ class CannotPlanError(ValueError):
 
 
 @dataclass(frozen=True)
+class ExpertFiles:
+    """Names in files, where each expert has separate matrices."""
+
+    at: str = "mlp."
+    """The beginning of the names of router and experts in a layer."""
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+
+
+FILES = ExpertFiles()
+"""Most families' names, whose beginning is also the beginning in transformers' memory."""
+
+
+@dataclass(frozen=True)
 class Decoder:
     """Properties of a family's decoder that do not depend on config.json."""
 
@@ -49,7 +64,18 @@ class Decoder:
     sinks: bool = False
     """Each head has a learned score that takes part in every softmax and has no value (arXiv 2309.17453)."""
     experts: bool = False
-    """Layers have routed experts, according to num_experts, decoder_sparse_step and mlp_only_layers."""
+    """Layers have routed experts."""
+    router_name: str = "gate"
+    """The last part of the router's name."""
+    biased_experts: bool = False
+    """Router and experts have biases. Experts' matrices are [in, out], their gate and up columns alternate, and their
+    MLP is clamped (swiglu_limit, swiglu_alpha)."""
+    shared_name: str = "shared_experts"
+    """The last part of the name of the shared experts, which are one MLP."""
+    shared_gate: bool = False
+    """The shared experts' output is multiplied by the sigmoid of a linear function of their input."""
+    files: ExpertFiles = FILES
+    """Experts' names in files; not used with biased_experts."""
     gemma: bool = False
     """Norms multiply by weight + 1 in float32, and there are norms after attention and after the MLP. Embeddings are
     scaled. The head is the embedding unless config.json has tie_word_embeddings=false. The MLP is gated by gelu."""

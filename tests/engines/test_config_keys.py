@@ -59,19 +59,11 @@ FAMILIES = {
         *("mixtral", "deepseek_v2"),
     ),
     "native": (
-        "qwen3_moe",
-        "gemma2",
-        "qwen2",
-        "qwen3",
-        "llama",
-        "mistral",
-        "ministral",
-        "phi3",
-        "gemma3_text",
-        "qwen2_5_vl",
+        *("qwen3_moe", "gemma2", "qwen2", "qwen3", "llama", "mistral", "ministral", "phi3", "gemma3_text"),
+        *("qwen2_5_vl", "gpt_oss", "qwen2_moe", "mixtral", "glm4_moe"),
     ),
 }  # fmt: skip
-SAMPLE = {"megatron": ("gpt_oss", "glm4_moe", "deepseek_v3"), "native": ("qwen3_moe", "gemma2")}
+SAMPLE = {"megatron": ("gpt_oss", "glm4_moe", "deepseek_v3"), "native": ("qwen3_moe", "gemma2", "gpt_oss", "glm4_moe")}
 
 
 def changes(config: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:

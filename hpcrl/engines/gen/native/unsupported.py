@@ -16,9 +16,9 @@ length; for longrope, only up to the model's original length."""
 
 def unsupported(model: Mapping[str, Any], longest: int = 0) -> Iterator[str]:
     """The features that the engine would compute wrongly. `longest` is the maximum sequence length, 0 if not known."""
-    decoder = family_of(model["model_type"]).decoder
+    family, model = family_of(model["model_type"]), decoder_keys(model)
+    decoder = family.decoder
     assert decoder is not None
-    model = decoder_keys(model)
     sections = ropes(model)
     for rope in sections:
         kind = rope_type(rope)
@@ -37,6 +37,9 @@ def unsupported(model: Mapping[str, Any], longest: int = 0) -> Iterator[str]:
     key, act = ("hidden_activation", "gelu_pytorch_tanh") if decoder.gemma else ("hidden_act", "silu")
     if (model.get(key) or act) != act:
         yield f"{key} {model[key]!r}"
+    router = family.router(model)
+    if decoder.experts and not 1 <= router.chosen_groups <= router.groups:
+        yield f"topk_group={router.chosen_groups} of n_group={router.groups}"
     for name in ("mlp_bias", "use_bidirectional_attention", "quantization_config"):
         if model.get(name):
             yield name
