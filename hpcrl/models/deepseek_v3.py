@@ -67,7 +67,7 @@ def latent_shape(
         tied=bool(config.get("tie_word_embeddings", False)),
         qkv_bias=bool(config.get("attention_bias", False)),
         out_bias=bool(config.get("attention_bias", False)),
-        mlp_bias=decoder.reads_mlp_bias and bool(config.get("mlp_bias", False)),
+        mlp_bias=bool(config.get(decoder.mlp_bias_key, False)),
         num_experts=sizes["n_routed_experts"],
         experts_per_token=sizes["num_experts_per_tok"],
         expert_size=sizes["moe_intermediate_size"],

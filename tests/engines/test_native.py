@@ -16,16 +16,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AutoModelForCausalLM,
     DynamicCache,
+    Ernie4_5Config,
     Gemma2Config,
     Gemma3TextConfig,
     Glm4MoeConfig,
     GptOssConfig,
+    HunYuanDenseV1Config,
     LlamaConfig,
     LogitsProcessorList,
     MinistralConfig,
     MinPLogitsWarper,
     MistralConfig,
     MixtralConfig,
+    Olmo2Config,
+    Olmo3Config,
     Phi3Config,
     PreTrainedModel,
     PreTrainedTokenizerFast,
@@ -33,6 +37,7 @@ from transformers import (
     Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    SeedOssConfig,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -74,6 +79,7 @@ LLAMA3 = {
 MOE: dict[str, Any] = {"head_dim": 16, "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+ALPHA = {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 100.0, "factor": 1.0}
 LONGROPE = {
     "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 128,
     "short_factor": [1.5] * 3, "long_factor": [9.0] * 3, "partial_rotary_factor": 0.75,
@@ -108,6 +114,13 @@ CONFIGS = {
         **SIZES, head_dim=16, attention_bias=True, use_qk_norm=True, n_routed_experts=6, num_experts_per_tok=3,
         n_group=3, topk_group=2, moe_intermediate_size=16, n_shared_experts=2, routed_scaling_factor=1.5,
     ),
+    "seed_oss": SeedOssConfig(**SIZES, head_dim=16, attention_out_bias=True),
+    "olmo2": Olmo2Config(**SIZES, attention_bias=True),
+    "olmo3": Olmo3Config(
+        **SIZES, **WINDOW, rope_parameters=LOCAL_AND_GLOBAL, layer_types=[SLIDING, FULL, SLIDING]
+    ),
+    "ernie4_5": Ernie4_5Config(**SIZES, head_dim=16),
+    "hunyuan_v1_dense": HunYuanDenseV1Config(**SIZES, head_dim=16, rope_parameters=ALPHA),
 }  # fmt: skip
 """A config of every family."""
 FEATURES = {

@@ -14,7 +14,7 @@ from hpcrl.engines.gen.native.unsupported import unsupported
 from hpcrl.models.families import NATIVE, family_of, read_shape, read_vision_of
 from hpcrl.models.mrope import axes_of_pairs
 from hpcrl.models.router import Router
-from hpcrl.models.shape import CannotPlanError, Decoder
+from hpcrl.models.shape import CannotPlanError, Decoder, ModelShape
 from hpcrl.models.vision import Vision
 
 
@@ -118,7 +118,7 @@ def read_architecture(path: Path) -> Architecture:
         )
     head_dim = shape.head_dim
     kinds = _layer_types(config, decoder)
-    ropes = tuple(dict.fromkeys(_rope(config, kind, head_dim) for kind in kinds))
+    ropes = tuple(dict.fromkeys(_rope(config, kind, shape) for kind in kinds))
     scalar = config.query_pre_attn_scalar if decoder.gemma else head_dim
     return Architecture(
         decoder=decoder,
@@ -145,7 +145,7 @@ def read_architecture(path: Path) -> Architecture:
         attention_softcap=config.attn_logit_softcapping if decoder.soft_capped else None,
         logit_softcap=config.final_logit_softcapping if decoder.gemma else None,
         ropes=ropes,
-        rope_of_layer=tuple(ropes.index(_rope(config, kind, head_dim)) for kind in kinds),
+        rope_of_layer=tuple(ropes.index(_rope(config, kind, shape)) for kind in kinds),
         windows=tuple(config.sliding_window if kind == "sliding_attention" else None for kind in kinds),
         max_positions=_max_positions(config),
         further_layers=getattr(config, family.predicts_further) if family.predicts_further else 0,
@@ -168,18 +168,21 @@ def _rope_sections(config: Any) -> dict[str | None, dict[str, Any]]:
     return sections or {None: config.rope_parameters}
 
 
-def _rope(config: Any, layer_type: str, head_dim: int) -> Rope:
+def _rope(config: Any, layer_type: str, shape: ModelShape) -> Rope:
     """The rotary embedding that transformers computes for sequences of any accepted length (_max_positions)."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     sections = _rope_sections(config)
     kind = layer_type if layer_type in sections else None
     rope = sections[kind]
-    if (rope_type := rope.get("rope_type", "default")) != "default":
+    theta, rope_type = rope["rope_theta"], rope.get("rope_type", "default")
+    if rope_type == "dynamic" and shape.decoder.rope_alpha:
+        theta *= rope["alpha"] ** (shape.head_dim / (shape.head_dim - 2))
+    elif rope_type != "default":
         frequencies, scale = ROPE_INIT_FUNCTIONS[rope_type](config, torch.device("cpu"), layer_type=kind)
         return Rope(tuple(frequencies.tolist()), scale)
-    rotated = int(head_dim * rope.get("partial_rotary_factor", 1.0))
-    return Rope(tuple((1.0 / (rope["rope_theta"] ** (torch.arange(0, rotated, 2).float() / rotated))).tolist()))
+    rotated = int(shape.head_dim * rope.get("partial_rotary_factor", 1.0))
+    return Rope(tuple((1.0 / (theta ** (torch.arange(0, rotated, 2).float() / rotated))).tolist()))
 
 
 def _max_positions(config: Any) -> int:

@@ -108,23 +108,40 @@ class Transformer:
 
     def _qkv(self, layer: Layer, x: Tensor, rotations: Tensor) -> Tensor:
         """Heads [T, heads + 2 kv_heads, head_dim] of x [T, H]; q and k normalised and rotated."""
-        a, normed = self._arch, self._norm(x, layer.attention_norm)
+        a, normed = self._arch, x if layer.attention_norm is None else self._norm(x, layer.attention_norm)
         fused = normed @ layer.qkv if layer.qkv_bias is None else torch.addmm(layer.qkv_bias, normed, layer.qkv)
         _adapt(fused, normed, layer.adapters["qkv"])
         heads = fused.view(-1, a.num_qkv_heads, a.head_dim)
         qk = heads[:, : a.num_qk_heads]
-        if layer.qk_norm is not None:
-            qk.copy_(self._norm(qk.to(layer.qk_norm.dtype), None).mul_(layer.qk_norm))
-        if self._weights.shared:  # not interleaved: pairs consist of a dimension of each half
-            halves = qk[..., : a.num_rotated].unflatten(-1, (2, -1)).transpose(-1, -2)
-            turned = torch.view_as_complex(halves.float().contiguous()).mul(rotations[..., : a.num_rotated // 2])
+        if layer.qk_norm is not None and not a.decoder.qk_norm_last:
+            self._norm_heads(qk, layer.qk_norm)
+        self._rotate(qk, rotations)
+        if layer.qk_norm is not None and a.decoder.qk_norm_last:
+            self._norm_heads(qk, layer.qk_norm)
+        return heads
+
+    def _norm_heads(self, qk: Tensor, weight: Tensor) -> None:
+        """Normalise heads [T, heads + kv_heads, head_dim] in place."""
+        a = self._arch
+        if not a.decoder.qk_norm_joint:
+            qk.copy_(self._norm(qk.to(weight.dtype), None).mul_(weight))
+            return
+        split = (a.num_heads, a.num_kv_heads)
+        for heads, factors in zip(qk.split(split, 1), weight.split(split), strict=True):
+            heads.copy_(self._norm(heads.flatten(1), factors.flatten()).view_as(heads))
+
+    def _rotate(self, qk: Tensor, rotations: Tensor) -> None:
+        """Rotate heads [T, heads + kv_heads, head_dim] in place."""
+        if self._weights.shared and not self._arch.decoder.adjacent_pairs:  # pairs have a dimension of each half
+            rotated = self._arch.num_rotated
+            halves = qk[..., :rotated].unflatten(-1, (2, -1)).transpose(-1, -2)
+            turned = torch.view_as_complex(halves.float().contiguous()).mul(rotations[..., : rotated // 2])
             halves.copy_(torch.view_as_real(turned))
-            return heads
+            return
         pairs = qk.float()  # the same tensor in fp32
         torch.view_as_complex(pairs.unflatten(-1, (-1, 2))).mul_(rotations)
         if pairs is not qk:
             qk.copy_(pairs)
-        return heads
 
     def _block(self, layer: Layer, x: Tensor, attended: Tensor) -> Tensor:
         """The part of a block after attention; x [T, H] is overwritten."""
@@ -135,7 +152,7 @@ class Transformer:
         else:
             result = _adapt(F.linear(attended, layer.out.t(), layer.out_bias), attended, layer.adapters["out"])
             x.add_(self._norm(result, layer.attention_post_norm))
-        normed = self._norm(x, layer.mlp_norm)
+        normed = x if layer.mlp_norm is None else self._norm(x, layer.mlp_norm)
         if not isinstance(layer.mlp, Dense):
             return x.add_(self._mixture(layer.mlp, normed, layer.adapters))
         inner = self._inner(layer.mlp, normed, layer.adapters)

@@ -23,7 +23,8 @@ def unsupported(model: Mapping[str, Any], longest: int = 0) -> Iterator[str]:
     for rope in sections:
         kind = rope_type(rope)
         limit = rope.get("original_max_position_embeddings", model.get("original_max_position_embeddings"))
-        if kind not in ("default", *FIXED_ROPE):
+        fixed = kind == "dynamic" and decoder.rope_alpha and rope.get("alpha")
+        if kind not in ("default", *FIXED_ROPE) and not fixed:
             yield f"rope type {kind!r}"
         if kind == "longrope" and isinstance(limit, int) and longest > limit:
             yield f"rope type {kind!r} in sequences of {longest} tokens, beyond the original {limit},"
@@ -40,6 +41,6 @@ def unsupported(model: Mapping[str, Any], longest: int = 0) -> Iterator[str]:
     router = family.router(model)
     if decoder.experts and not 1 <= router.chosen_groups <= router.groups:
         yield f"topk_group={router.chosen_groups} of n_group={router.groups}"
-    for name in ("mlp_bias", "use_bidirectional_attention", "quantization_config"):
+    for name in (decoder.mlp_bias_key or "mlp_bias", "use_bidirectional_attention", "quantization_config"):
         if model.get(name):
             yield name

@@ -66,7 +66,7 @@ class LowRank:
 class Layer:
     """One block. q heads come first, then k, then v."""
 
-    attention_norm: Tensor  # [H]
+    attention_norm: Tensor | None  # [H]
     attention_post_norm: Tensor | None  # [H]
     qkv: Tensor  # [H, (heads + 2 kv_heads) D]
     qkv_bias: Tensor | None  # [(heads + 2 kv_heads) D]
@@ -74,7 +74,7 @@ class Layer:
     sinks: Tensor | None  # [heads]
     out: Tensor  # [heads D, H]
     out_bias: Tensor | None  # [H]
-    mlp_norm: Tensor  # [H]
+    mlp_norm: Tensor | None  # [H]
     mlp_post_norm: Tensor | None  # [H]
     mlp: Dense | Experts
     adapters: dict[str, list[LowRank]]
@@ -245,7 +245,8 @@ class FusedWeights:
         parts: tuple[str, ...] = (),
         add: float = 0.0,
     ) -> None:
-        self._targets[name] = _Target(view, shape or tuple(view.shape), 0 if self.shared else rotary_heads, parts, add)
+        heads = 0 if self.shared or self._arch.decoder.adjacent_pairs else rotary_heads
+        self._targets[name] = _Target(view, shape or tuple(view.shape), heads, parts, add)
 
     def _linear(
         self, name: str, matrix: Tensor, columns: slice = ALL, rotary_heads: int = 0, *, adapters: list[LowRank]
@@ -287,19 +288,20 @@ class FusedWeights:
     def _layer(self, index: int) -> Layer:
         a, prefix = self._arch, f"{self._arch.decoder_prefix}layers.{index}."
         hidden, attention, gemma = a.hidden_size, prefix + "self_attn.", a.decoder.gemma
-        after = prefix + "post_attention_layernorm.weight"  # in Gemma's families the norm after attention
+        before, behind = not a.decoder.norms_after, a.decoder.norms_after or gemma
+        after = prefix + "post_attention_layernorm.weight"  # after attention only if `behind`
         adapters: dict[str, list[LowRank]] = {key: [] for key in ("qkv", "out", "gate_up", "down", "shared_gate")}
         layer = Layer(
-            attention_norm=self._norm(prefix + "input_layernorm.weight"),
-            attention_post_norm=self._norm(after) if gemma else None,
+            attention_norm=self._norm(prefix + "input_layernorm.weight") if before else None,
+            attention_post_norm=self._norm(after) if behind else None,
             qkv=self._matrix(hidden, a.num_qkv_heads * a.head_dim),
             qkv_bias=self._empty(a.num_qkv_heads * a.head_dim) if a.qkv_bias else None,
             qk_norm=self._qk_norm(attention) if a.decoder.qk_norm else None,
             sinks=self._named(attention + "sinks", a.num_heads) if a.decoder.sinks else None,
             out=self._matrix(a.num_heads * a.head_dim, hidden),
             out_bias=self._empty(hidden) if a.out_bias else None,
-            mlp_norm=self._norm(prefix + "pre_feedforward_layernorm.weight" if gemma else after),
-            mlp_post_norm=self._norm(prefix + "post_feedforward_layernorm.weight") if gemma else None,
+            mlp_norm=self._norm(prefix + "pre_feedforward_layernorm.weight" if gemma else after) if before else None,
+            mlp_post_norm=self._norm(prefix + "post_feedforward_layernorm.weight") if behind else None,
             mlp=self._experts(prefix, adapters)
             if index in a.expert_layers
             else self._dense(prefix + "mlp.", a.intermediate_size, adapters),
@@ -321,11 +323,14 @@ class FusedWeights:
 
     def _qk_norm(self, prefix: str) -> Tensor:
         """[heads + kv_heads, D]: the q norm for each q head, then the k norm."""
-        a = self._arch
-        norm = self._norm(prefix + "q_norm.weight", a.num_qk_heads, a.head_dim)
-        for which, heads in (("q", norm[: a.num_heads]), ("k", norm[a.num_heads :])):
-            name = f"{prefix}{which}_norm.weight"
-            self._target(name, heads, shape=(a.head_dim,), rotary_heads=1, add=1.0 if a.decoder.gemma else 0.0)
+        a, decoder = self._arch, self._arch.decoder
+        norm, add = self._norm("", a.num_qk_heads, a.head_dim), 1.0 if decoder.gemma else 0.0
+        for which, heads in zip(decoder.qk_norm_names, (norm[: a.num_heads], norm[a.num_heads :]), strict=True):
+            name = f"{prefix}{which}.weight"
+            if decoder.qk_norm_joint:
+                self._target(name, heads.flatten(), rotary_heads=len(heads), add=add)
+            else:
+                self._target(name, heads, shape=(a.head_dim,), rotary_heads=1, add=add)
         return norm
 
     def _dense(self, prefix: str, size: int, adapters: dict[str, list[LowRank]]) -> Dense:
