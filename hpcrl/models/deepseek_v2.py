@@ -43,13 +43,13 @@ def _lacks(model: Mapping[str, Any]) -> Iterator[str]:
 
 FAMILY = Family(
     model_types=("deepseek_v2",),
-    decoder=Decoder(reads_mlp_bias=True),
+    decoder=Decoder(mlp_bias_key="mlp_bias"),
     read=_read,
+    router=_router,
     megatron=MegatronModel(
         layers=LatentLayers,
         biases=("attention_bias", "mlp_bias"),
         rope_types=("default", "yarn"),
-        router=_router,
         lacks=_lacks,
         stores_own_names=True,
     ),

@@ -12,12 +12,14 @@ from hpcrl.models import (
     bert,
     deepseek_v2,
     deepseek_v3,
+    ernie4_5,
     gemma,
     gemma3,
     gemma4,
     glm4_moe,
     glm4v,
     gpt_oss,
+    hunyuan,
     hyperclovax,
     idefics3,
     internvl,
@@ -28,6 +30,7 @@ from hpcrl.models import (
     minimax,
     mistral,
     mixtral,
+    olmo,
     phi3,
     qwen2,
     qwen2_5_vl,
@@ -38,6 +41,7 @@ from hpcrl.models import (
     qwen3_moe,
     qwen3_vl,
     rwkv,
+    seed_oss,
     xlstm,
 )
 from hpcrl.models.family import Family
@@ -55,6 +59,7 @@ LISTED = (
     *(mixtral.FAMILY, qwen2_moe.FAMILY),
     *(qwen2_vl.FAMILY, qwen3_5.FAMILY, glm4v.FAMILY, internvl.FAMILY, gemma3.FAMILY, gemma4.FAMILY),
     *(idefics3.FAMILY, llava_onevision.FAMILY, deepseek_v2.FAMILY, glm4_moe.FAMILY, gpt_oss.FAMILY),
+    *(olmo.OLMO2, olmo.OLMO3, seed_oss.FAMILY, ernie4_5.FAMILY, hunyuan.FAMILY),
     *(minimax.FAMILY, rwkv.FAMILY, xlstm.FAMILY),
 )
 FAMILIES: dict[str, Family] = {model_type: family for family in LISTED for model_type in family.model_types}

@@ -54,6 +54,8 @@ class Family:
     """The decoder's properties that do not depend on config.json; if None, memory of its models is not planned."""
     read: Callable[[str, Decoder, Mapping[str, Any]], ModelShape] | None = None
     """Called with model_type, decoder and config.json; None stands for hpcrl.models.grouped.grouped_shape."""
+    router: Callable[[Mapping[str, Any]], Router] = softmax_router
+    """Called with the config.json of a mixture of experts whose decoder is known."""
     native: bool = False
     """Whether the native generator runs it."""
     megatron: MegatronModel | None = None

@@ -28,6 +28,8 @@ FAMILY = Family(
     model_types=("glm4_moe",),
     decoder=Decoder(qkv_bias_key="attention_bias", reads_qk_norm=True, experts=True, partly_rotated=True),
     read=functools.partial(grouped_shape, mixture=MIXTURE),
-    megatron=MegatronModel(layers=CorrectedLayers, rope_types=("default", "linear", "llama3"), router=sigmoid_router),
+    router=sigmoid_router,
+    native=True,
+    megatron=MegatronModel(layers=CorrectedLayers, rope_types=("default", "linear", "llama3")),
     predicts_further="num_nextn_predict_layers",
 )

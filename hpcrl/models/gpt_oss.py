@@ -79,7 +79,18 @@ def _lacks(model: Mapping[str, Any]) -> Iterator[str]:
 
 FAMILY = Family(
     model_types=("gpt_oss",),
-    decoder=Decoder(reads_bias=True, attention_bias=True, sinks=True, experts=True, windows="by layer", head_dim=64),
+    decoder=Decoder(
+        reads_bias=True,
+        attention_bias=True,
+        sinks=True,
+        experts=True,
+        router_name="router",
+        biased_experts=True,
+        windows="by layer",
+        head_dim=64,
+    ),
     read=functools.partial(grouped_shape, mixture=MIXTURE),
-    megatron=MegatronModel(layers=SinkLayers, router=normalised_router, options=_options, lacks=_lacks),
+    router=normalised_router,
+    native=True,
+    megatron=MegatronModel(layers=SinkLayers, options=_options, lacks=_lacks),
 )

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hpcrl.models.megatron_entries import FILES, Entry, EntryRows, LayerSpec, copied, dense, routed
+from hpcrl.models.megatron_entries import Entry, EntryRows, LayerSpec, copied, dense, routed
 from hpcrl.models.shape import CannotPlanError, Decoder, ModelShape, Parameter, ParameterEntry, ParameterSplit, size
 
 
@@ -97,10 +97,10 @@ def grouped_shape(
         head_dim=size(config, "head_dim", decoder.head_dim or hidden // heads),
         intermediate_size=size(config, "intermediate_size"),
         vocab_size=size(config, "vocab_size"),
-        tied=bool(config.get("tie_word_embeddings", decoder.gemma)),
+        tied=bool(config.get("tie_word_embeddings", decoder.gemma or decoder.tied)),
         qkv_bias=bias or qkv_bias,
-        out_bias=bias,
-        mlp_bias=decoder.reads_mlp_bias and bool(config.get("mlp_bias", False)),
+        out_bias=bool(config.get(decoder.out_bias_key, False)) if decoder.out_bias_key else bias,
+        mlp_bias=bool(config.get(decoder.mlp_bias_key, False)),
         num_experts=count,
         experts_per_token=chosen,
         expert_size=width,
@@ -150,8 +150,9 @@ def _attention(shape: ModelShape) -> Iterator[ParameterEntry]:
     if shape.out_bias:
         yield at + "o_proj.bias", (hidden,), "whole"
     if shape.decoder.qk_norm:
-        yield at + "q_norm.weight", (shape.head_dim,), "whole"
-        yield at + "k_norm.weight", (shape.head_dim,), "whole"
+        both = (shape.query_size, shape.key_size) if shape.decoder.qk_norm_joint else (shape.head_dim, shape.head_dim)
+        for name, width in zip(shape.decoder.qk_norm_names, both, strict=True):
+            yield f"{at}{name}.weight", (width,), "whole"
 
 
 def _mlp(shape: ModelShape) -> Iterator[ParameterEntry]:
@@ -177,17 +178,19 @@ def gated_mlp(at: str, hidden: int, inner: int, bias: bool = False) -> Iterator[
 
 
 def norms(shape: ModelShape) -> Iterator[ParameterEntry]:
-    names = ["input_layernorm", "post_attention_layernorm"]
+    names = ["post_attention_layernorm"]
+    if not shape.decoder.norms_after:
+        names.append("input_layernorm")
     if shape.decoder.gemma:
-        names += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
+        names.append("pre_feedforward_layernorm")
+    if shape.decoder.gemma or shape.decoder.norms_after:
+        names.append("post_feedforward_layernorm")
     for name in names:
         yield f"{name}.weight", (shape.hidden_size,), "whole"
 
 
 class GroupedLayers:
     """The layers in Megatron-Core (MegatronLayers)."""
-
-    files = FILES
 
     def __init__(self, config: Mapping[str, Any], shape: ModelShape):
         self._shape = shape
@@ -227,7 +230,7 @@ class GroupedLayers:
     def mixture(self, fused: bool, stacked: bool) -> Iterator[Entry]:
         """The tensors of a layer's router and experts."""
         shape = self._shape
-        yield from routed(shape.num_experts, self.hidden, shape.expert_size, fused, stacked, self.files)
+        yield from routed(shape.num_experts, self.hidden, shape.expert_size, fused, stacked, shape.decoder.files)
 
 
 class CorrectedLayers(GroupedLayers):

@@ -5,7 +5,7 @@ from hpcrl.models.shape import Decoder
 
 FAMILY = Family(
     model_types=("llama",),
-    decoder=Decoder(reads_bias=True, reads_mlp_bias=True),
+    decoder=Decoder(reads_bias=True, mlp_bias_key="mlp_bias"),
     native=True,
     megatron=MegatronModel(biases=("attention_bias", "mlp_bias")),
     vllm_slices=True,

@@ -10,6 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
+from hpcrl.models.shape import FILES, ExpertFiles
+
 LayerSpec = Literal["local", "copied", "fused"]
 """local: Megatron's own layers. copied: Megatron's own layers, but every tensor-parallel rank has a copy of the
 matrices that compute MLA's latents. fused: Transformer Engine's layers, with such copies, and with norms fused into the
@@ -109,21 +111,6 @@ def dense(at: str, hf: str, hidden: int, inner: int, bias: bool = False) -> Iter
     yield copied(f"{at}linear_fc2.weight", f"{hf}down_proj.weight", (hidden, inner), split=1)
     if bias:
         yield copied(f"{at}linear_fc2.bias", f"{hf}down_proj.bias", (hidden,))
-
-
-@dataclass(frozen=True)
-class ExpertFiles:
-    """Names in files, where each expert has separate matrices."""
-
-    at: str = "mlp."
-    """The beginning of the names of router and experts in a layer."""
-    gate: str = "gate_proj"
-    up: str = "up_proj"
-    down: str = "down_proj"
-
-
-FILES = ExpertFiles()
-"""Most families' names, whose beginning is also the beginning in transformers' memory."""
 
 
 def expert_name(expert: int, matrix: str, which: str, fused: bool) -> str:

@@ -7,10 +7,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from hpcrl.models.family import Family, MegatronModel
-from hpcrl.models.grouped import GroupedLayers, Mixture, all_layers, grouped_shape
-from hpcrl.models.megatron_entries import ExpertFiles
+from hpcrl.models.grouped import Mixture, all_layers, grouped_shape
 from hpcrl.models.router import normalised_router
-from hpcrl.models.shape import Decoder
+from hpcrl.models.shape import Decoder, ExpertFiles
 
 MIXTURE = Mixture(
     count=("num_experts", 8),
@@ -20,12 +19,6 @@ MIXTURE = Mixture(
 )
 
 
-class MixtralLayers(GroupedLayers):
-    """With other names of experts in files."""
-
-    files = ExpertFiles("block_sparse_moe.", "w1", "w3", "w2")
-
-
 def _lacks(model: Mapping[str, Any]) -> Iterator[str]:
     if noise := model.get("router_jitter_noise"):
         yield f"adds no noise to router inputs (router_jitter_noise={noise})"
@@ -33,9 +26,11 @@ def _lacks(model: Mapping[str, Any]) -> Iterator[str]:
 
 FAMILY = Family(
     model_types=("mixtral",),
-    decoder=Decoder(experts=True, windows="all"),
+    decoder=Decoder(experts=True, files=ExpertFiles("block_sparse_moe.", "w1", "w3", "w2"), windows="all"),
     read=functools.partial(grouped_shape, mixture=MIXTURE),
-    megatron=MegatronModel(layers=MixtralLayers, router=normalised_router, lacks=_lacks),
+    router=normalised_router,
+    native=True,
+    megatron=MegatronModel(lacks=_lacks),
     renamed_in_files=True,
     peft_experts=frozenset({"gate", "w1", "w2", "w3"}),
 )

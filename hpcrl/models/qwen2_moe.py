@@ -45,8 +45,17 @@ def _options(model: Mapping[str, Any]) -> dict[str, Any]:
 
 FAMILY = Family(
     model_types=("qwen2_moe",),
-    decoder=Decoder(qkv_bias=True, qkv_bias_key="qkv_bias", experts=True, windows="by layer", window_switch=True),
+    decoder=Decoder(
+        qkv_bias=True,
+        qkv_bias_key="qkv_bias",
+        experts=True,
+        shared_name="shared_expert",
+        shared_gate=True,
+        windows="by layer",
+        window_switch=True,
+    ),
     read=functools.partial(grouped_shape, mixture=MIXTURE),
+    native=True,
     megatron=MegatronModel(layers=GatedSharedLayers, options=_options),
     peft_experts=frozenset({"gate", "gate_proj", "up_proj", "down_proj"}),
 )

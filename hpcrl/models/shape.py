@@ -29,6 +29,21 @@ class CannotPlanError(ValueError):
 
 
 @dataclass(frozen=True)
+class ExpertFiles:
+    """Names in files, where each expert has separate matrices."""
+
+    at: str = "mlp."
+    """The beginning of the names of router and experts in a layer."""
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+
+
+FILES = ExpertFiles()
+"""Most families' names, whose beginning is also the beginning in transformers' memory."""
+
+
+@dataclass(frozen=True)
 class Decoder:
     """Properties of a family's decoder that do not depend on config.json."""
 
@@ -40,25 +55,52 @@ class Decoder:
     """The default of attention_bias, where it is used."""
     qkv_bias_key: str = ""
     """The config.json key, if any, for the biases of queries, keys and values; qkv_bias is its default."""
-    reads_mlp_bias: bool = False
-    """The decoder uses mlp_bias."""
+    out_bias_key: str = ""
+    """The config.json key, if any, for the bias of the output projection, instead of attention_bias."""
+    mlp_bias_key: str = ""
+    """The config.json key, if any, for the biases of MLPs."""
     qk_norm: bool = False
     """Query and key heads are normalised."""
+    qk_norm_names: tuple[str, str] = ("q_norm", "k_norm")
+    """The last parts of these norms' names."""
+    qk_norm_joint: bool = False
+    """All query heads are normalised together, and all key heads."""
+    qk_norm_last: bool = False
+    """These norms are after the rotary embedding."""
     reads_qk_norm: bool = False
     """Query and key heads are normalised if use_qk_norm is true."""
     sinks: bool = False
     """Each head has a learned score that takes part in every softmax and has no value (arXiv 2309.17453)."""
     experts: bool = False
-    """Layers have routed experts, according to num_experts, decoder_sparse_step and mlp_only_layers."""
+    """Layers have routed experts."""
+    router_name: str = "gate"
+    """The last part of the router's name."""
+    biased_experts: bool = False
+    """Router and experts have biases. Experts' matrices are [in, out], their gate and up columns alternate, and their
+    MLP is clamped (swiglu_limit, swiglu_alpha)."""
+    shared_name: str = "shared_experts"
+    """The last part of the name of the shared experts, which are one MLP."""
+    shared_gate: bool = False
+    """The shared experts' output is multiplied by the sigmoid of a linear function of their input."""
+    files: ExpertFiles = FILES
+    """Experts' names in files; not used with biased_experts."""
     gemma: bool = False
     """Norms multiply by weight + 1 in float32, and there are norms after attention and after the MLP. Embeddings are
     scaled. The head is the embedding unless config.json has tie_word_embeddings=false. The MLP is gated by gelu."""
+    norms_after: bool = False
+    """Norms are after attention and after the MLP, instead of before."""
+    tied: bool = False
+    """The default of tie_word_embeddings."""
     joined: bool = False
     """Queries, keys and values have one joint matrix, and so do gate and up projection."""
     soft_capped: bool = False
     """The decoder uses attn_logit_softcapping: scores are cap * tanh(scores / cap) (arXiv 2408.00118)."""
     partly_rotated: bool = False
     """The decoder uses partial_rotary_factor."""
+    adjacent_pairs: bool = False
+    """The rotary embedding's pairs are adjacent dimensions, instead of a dimension of each half."""
+    rope_alpha: bool = False
+    """The decoder uses alpha with rope_type=dynamic: a factor of rope_theta, which does not depend on the length."""
     windows: Literal["none", "all", "by layer"] = "none"
     """The layers to which sliding_window applies; "by layer" means as layer_types defines."""
     window_switch: bool = False

@@ -47,6 +47,7 @@ TOGETHER: dict[str, dict[str, Any]] = {
     "windows above": {"sliding_window": 5, "use_sliding_window": True, "max_window_layers": 1},
     "windows here and there": {"sliding_window": 5, "use_sliding_window": True, "layer_types": [SLIDING, FULL]},
     "chunks": {"attention_chunk_size": 5, "layer_types": ["chunked_attention"] * 2},
+    "alpha": {"rope_parameters": ROPE | {"rope_type": "dynamic", "factor": 2.0, "alpha": 50.0}},
     "caps": {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 2.0},
     "few experts": {"num_experts": 1, "n_routed_experts": 1, "num_experts_per_tok": 1, "n_group": 1, "topk_group": 1},
     "relu": {"hidden_act": "relu", "hidden_activation": "relu"},
@@ -59,19 +60,12 @@ FAMILIES = {
         *("mixtral", "deepseek_v2"),
     ),
     "native": (
-        "qwen3_moe",
-        "gemma2",
-        "qwen2",
-        "qwen3",
-        "llama",
-        "mistral",
-        "ministral",
-        "phi3",
-        "gemma3_text",
-        "qwen2_5_vl",
+        *("qwen3_moe", "gemma2", "qwen2", "qwen3", "llama", "mistral", "ministral", "phi3", "gemma3_text"),
+        *("qwen2_5_vl", "gpt_oss", "qwen2_moe", "mixtral", "glm4_moe", "seed_oss", "olmo2", "olmo3"),
+        *("ernie4_5", "hunyuan_v1_dense"),
     ),
 }  # fmt: skip
-SAMPLE = {"megatron": ("gpt_oss", "glm4_moe", "deepseek_v3"), "native": ("qwen3_moe", "gemma2")}
+SAMPLE = {"megatron": ("gpt_oss", "glm4_moe", "deepseek_v3"), "native": ("qwen3_moe", "gemma2", "gpt_oss", "glm4_moe")}
 
 
 def changes(config: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:

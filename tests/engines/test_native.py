@@ -16,19 +16,28 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AutoModelForCausalLM,
     DynamicCache,
+    Ernie4_5Config,
     Gemma2Config,
     Gemma3TextConfig,
+    Glm4MoeConfig,
+    GptOssConfig,
+    HunYuanDenseV1Config,
     LlamaConfig,
     LogitsProcessorList,
     MinistralConfig,
     MinPLogitsWarper,
     MistralConfig,
+    MixtralConfig,
+    Olmo2Config,
+    Olmo3Config,
     Phi3Config,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    SeedOssConfig,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -70,6 +79,7 @@ LLAMA3 = {
 MOE: dict[str, Any] = {"head_dim": 16, "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+ALPHA = {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 100.0, "factor": 1.0}
 LONGROPE = {
     "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 128,
     "short_factor": [1.5] * 3, "long_factor": [9.0] * 3, "partial_rotary_factor": 0.75,
@@ -94,6 +104,23 @@ CONFIGS = {
         **SIZES, **WINDOW, head_dim=16, query_pre_attn_scalar=9, rope_parameters=LOCAL_AND_GLOBAL,
         layer_types=[SLIDING, FULL, SLIDING],
     ),
+    "gpt_oss": GptOssConfig(
+        **SIZES, **WINDOW, head_dim=16, num_local_experts=5, num_experts_per_tok=2, swiglu_limit=0.5,
+        rope_parameters=YARN | {"truncate": False}, attn_implementation="eager",
+    ),
+    "qwen2_moe": Qwen2MoeConfig(**SIZES, **MOE, shared_expert_intermediate_size=20, mlp_only_layers=[1]),
+    "mixtral": MixtralConfig(**SIZES, **WINDOW, num_local_experts=5),
+    "glm4_moe": Glm4MoeConfig(
+        **SIZES, head_dim=16, attention_bias=True, use_qk_norm=True, n_routed_experts=6, num_experts_per_tok=3,
+        n_group=3, topk_group=2, moe_intermediate_size=16, n_shared_experts=2, routed_scaling_factor=1.5,
+    ),
+    "seed_oss": SeedOssConfig(**SIZES, head_dim=16, attention_out_bias=True),
+    "olmo2": Olmo2Config(**SIZES, attention_bias=True),
+    "olmo3": Olmo3Config(
+        **SIZES, **WINDOW, rope_parameters=LOCAL_AND_GLOBAL, layer_types=[SLIDING, FULL, SLIDING]
+    ),
+    "ernie4_5": Ernie4_5Config(**SIZES, head_dim=16),
+    "hunyuan_v1_dense": HunYuanDenseV1Config(**SIZES, head_dim=16, rope_parameters=ALPHA),
 }  # fmt: skip
 """A config of every family."""
 FEATURES = {
@@ -106,6 +133,13 @@ FEATURES = {
     "llama ignores windows": LlamaConfig(**SIZES, **WINDOW),
     "mistral, no window": MistralConfig(**SIZES, sliding_window=None, head_dim=16),
     "phi3, window": Phi3Config(**SIZES, **WINDOW, pad_token_id=0),
+    "gpt_oss, no biases": GptOssConfig(**SIZES, num_local_experts=5, attention_bias=False, attn_implementation="eager"),
+    "qwen2_moe, windows": Qwen2MoeConfig(
+        **SIZES, **MOE, **WINDOW, use_sliding_window=True, qkv_bias=False, norm_topk_prob=True
+    ),
+    "glm4_moe, plain": Glm4MoeConfig(
+        **SIZES, n_routed_experts=6, num_experts_per_tok=3, moe_intermediate_size=12, norm_topk_prob=False
+    ),
     "gemma2, no soft caps": Gemma2Config(
         **SIZES, head_dim=8, attn_logit_softcapping=None, final_logit_softcapping=None, attention_bias=True
     ),
@@ -119,7 +153,8 @@ def make_model(config: Any, seed: int = 0) -> PreTrainedModel:
     generator = torch.Generator().manual_seed(seed)
     neutral = 0.0 if "gemma" in config.model_type else 1.0
     with torch.no_grad():
-        for name, weight in model.named_parameters():
+        corrections = ((name, b) for name, b in model.named_buffers() if name.endswith("e_score_correction_bias"))
+        for name, weight in (*model.named_parameters(), *corrections):
             weight.normal_(neutral, 0.2, generator=generator) if "norm" in name else weight.normal_(
                 0.0, 0.15, generator=generator
             )
@@ -278,7 +313,7 @@ def test_a_mixture_of_experts_never_reads_routes_on_the_host(tmp_path: Path) -> 
         weights = FusedWeights(architecture, torch.bfloat16, torch.device("cpu"))
         model = Transformer(architecture, weights, [torch.empty(0)])
         states = torch.empty(7, architecture.hidden_size, dtype=torch.bfloat16)
-        assert model._mixture(weights.layers[0].mlp, states).shape == states.shape
+        assert model._mixture(weights.layers[0].mlp, states, {}).shape == states.shape
 
 
 def test_greedy_tokens_match_transformers_generate(model_folder: tuple[Any, Path]) -> None:

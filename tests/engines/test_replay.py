@@ -36,6 +36,11 @@ pytestmark = pytest.mark.numerics
 SHAPE = RouteShape(num_layers=2, experts_per_token=2, num_experts=8)  # three layers, of which the second is dense
 NONE = 255
 EXPERTS = {"num_experts": SHAPE.num_experts, "num_experts_per_tok": 2, "num_hidden_layers": 3, "mlp_only_layers": [1]}
+CHANGES: dict[str, dict[str, Any]] = {
+    "gpt_oss": {"num_local_experts": 8},
+    "glm4_moe": {"num_experts_per_tok": 2, "num_hidden_layers": 3, "n_group": 4, "topk_group": 2},
+}
+"""Models of other families with routes of this shape."""
 LENGTHS = (9, 12, 5, 9, 6, 8)
 
 
@@ -122,9 +127,15 @@ def mismatch(trainer: FSDP2Engine, batch: Batch) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("full", [False, True], ids=["room for all", "a full cache"])
-def test_recorded_routes_match_transformers(full: bool, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Transformers' routers run on the whole sequence; the request may have changed slots and been preempted."""
+@pytest.mark.parametrize(
+    ("family", "full"), [("qwen3_moe", False), ("qwen3_moe", True), *((family, False) for family in CHANGES)]
+)
+def test_recorded_routes_match_transformers(
+    family: str, full: bool, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Transformers' routers run on the whole sequence; with a full cache, requests are preempted."""
+    if family in CHANGES:
+        folder = make_model_folder(family, tmp_path / "model", **CHANGES[family])
     interrupted: list[int] = []
     interrupt = NativeEngine._preempt
     monkeypatch.setattr(NativeEngine, "_preempt", lambda self, slot: (interrupted.append(slot), interrupt(self, slot)))
@@ -134,7 +145,7 @@ def test_recorded_routes_match_transformers(full: bool, folder: Path, monkeypatc
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     seen: list[Tensor] = []
     for module in model.modules():
-        if type(module).__name__ == "Qwen3MoeTopKRouter":
+        if type(module).__name__.lower().endswith("topkrouter"):
             module.register_forward_hook(lambda _, __, output: seen.append(output[2]))
     for number, output in outputs.items():
         prompt, routes = prompt_of(number), output.columns["routes"]
@@ -211,7 +222,7 @@ def forced_batch() -> Batch:
 def plain_results(folder: Path, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
     """Log-probs and gradients of Weighted with these routes, sequence by sequence, by transformers and autograd."""
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
-    routers = [module for module in model.modules() if type(module).__name__ == "Qwen3MoeTopKRouter"]
+    routers = [module for module in model.modules() if type(module).__name__.lower().endswith("topkrouter")]
     state: dict[str, Tensor] = {}
 
     def route(layer: int, router: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:

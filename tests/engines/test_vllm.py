@@ -20,6 +20,7 @@ from hpcrl.config import TinyModel, load
 from hpcrl.engines.expert_routes import RouteShape
 from hpcrl.engines.gen.generation_engine import Output, ReplicaRanks, Request, SamplingParams
 from hpcrl.engines.tiny import make_tiny_model
+from hpcrl.models.shape import CannotPlanError
 from hpcrl.node.devices import show_peers
 from hpcrl.spec.weight_layout import RequiredSlices, TensorShards, full_slice
 from tests.contracts.gen.vllm import leave_groups
@@ -155,6 +156,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {}),
     "llama": ("llama", {"tie_word_embeddings": False}),
     "qwen3_moe": ("qwen3_moe", {"moe_intermediate_size": 32}),
+    "qwen2_moe": ("qwen2_moe", {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}),
+    "mixtral": ("mixtral", {"intermediate_size": 32}),
+    "glm4_moe": ("glm4_moe", {"moe_intermediate_size": 32, "use_qk_norm": True}),
+    "gpt_oss": ("gpt_oss", {"intermediate_size": 32}),
+    "olmo3": ("olmo3", {"sliding_window": 16}),
 }
 
 
@@ -225,7 +231,7 @@ def test_log_probs_after_an_update_belong_to_the_new_weights(
 def test_models_run_with_transformers_code_do_not_change_the_trainers_class(tmp_path: Path) -> None:
     """vLLM would compile the decoder's class in place and then treat the trainer's model as its own. A missing weight
     is an error for these families too, whose names only vLLM knows."""
-    folder = make_model_folder("olmo2", tmp_path / "model", **HEADS)
+    folder = make_model_folder("olmo", tmp_path / "model", **HEADS)
     before = changed(folder, 0)
     engine = make_engine(folder, options={"block_size": 32})
     after = changed(folder, 1)
@@ -265,12 +271,18 @@ def test_classes_of_remote_code_stay_unchanged(monkeypatch: pytest.MonkeyPatch) 
     assert Decoder()(torch.ones(2)).sum() == 2
 
 
-def test_the_cache_of_an_unplanned_family_has_the_configured_size(tmp_path: Path) -> None:
+def test_the_cache_of_an_unplanned_family_has_the_configured_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from hpcrl.engines.gen.vllm.engine import make
 
-    folder = make_model_folder("olmo2", tmp_path / "model", **HEADS, eos_token_id=1)
+    def unknown(folder: str, key: str) -> None:
+        raise CannotPlanError(f"{key}: {folder}")
+
+    folder = make_model_folder("olmo", tmp_path / "model", **HEADS, eos_token_id=1)
     words = ["generator.engine=vllm", "data.max_prompt_tokens=32", "rollout.max_new_tokens=32"]
     make(load([*words, "generator.vllm.kv_cache_gib=0.1"]), folder, None, ReplicaRanks((0,))).close()
+    monkeypatch.setattr("hpcrl.engines.gen.vllm.engine.shape_of", unknown)
     with pytest.raises(ValueError, match=r"on a CPU set generator\.vllm\.kv_cache_gib"):
         make(load(words), folder, None, ReplicaRanks((0,)))
 

@@ -131,7 +131,7 @@ def test_weights_may_be_missing_only_for_a_plan(tmp_path: Path, capsys: pytest.C
 def test_a_model_that_cannot_be_built_is_reported_in_the_plan(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model = write_config(tmp_path / "model", "Qwen2.5-0.5B", model_type="olmo2", hidden_act="no_such")
+    model = write_config(tmp_path / "model", "Qwen2.5-0.5B", model_type="olmo", hidden_act="no_such")
     assert main([*words(model, "generator.engine=vllm"), "dry_run=true"]) == ExitCode.DONE
     assert "memory  cannot be planned: transformers cannot build a model of this config.json" in capsys.readouterr().out
 

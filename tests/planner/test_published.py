@@ -103,12 +103,12 @@ def test_a_published_folder_is_planned_by_a_dry_run(tmp_path: Path, capsys: pyte
         ({"num_hidden_layers": 1001}, "num_hidden_layers in config.json is 1001, at most 1000"),
         ({"num_hidden_layers": "many"}, "num_hidden_layers in config.json is 'many'"),
         ({"hidden_size": "wide"}, "hidden_size in config.json is 'wide'"),
-        ({"hidden_act": "no_such"}, "transformers cannot build a model of this config.json .olmo3.: "),
+        ({"hidden_act": "no_such"}, "transformers cannot build a model of this config.json .olmo.: "),
     ],
 )
 def test_a_config_that_transformers_cannot_read_is_named(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(CannotPlanError, match=said) as raised:
-        read_shape(WELL_KNOWN["OLMo-3-7B"].config | changes)
+        read_shape(WELL_KNOWN["OLMo-3-7B"].config | {"model_type": "olmo"} | changes)
     assert "\n" not in str(raised.value)
 
 

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from hpcrl.engines.gen.native.unsupported import unsupported
-from hpcrl.models.families import NATIVE, family_of, read_vision_of
+from hpcrl.models.families import NATIVE, family_of, read_shape, read_vision_of
 from hpcrl.models.mrope import axes_of_pairs
-from hpcrl.models.shape import Decoder
+from hpcrl.models.router import Router
+from hpcrl.models.shape import CannotPlanError, Decoder, ModelShape
 from hpcrl.models.vision import Vision
 
 
@@ -52,7 +53,9 @@ class Architecture:
     num_experts: int
     experts_per_token: int
     expert_size: int
-    normalize_experts: bool
+    shared_size: int  # width of the shared experts; 0: none
+    router: Router
+    clamp: tuple[float, float]  # the clamped MLP's limit and the gain of its gate, for decoder.biased_experts
     embedding_scale: float
     attention_scale: float
     attention_softcap: float | None  # scores are cap * tanh(scores / cap) (arXiv 2408.00118)
@@ -61,6 +64,7 @@ class Architecture:
     rope_of_layer: tuple[int, ...]
     windows: tuple[int | None, ...]  # per layer, how many tokens a token attends to, itself included; None: all
     max_positions: int
+    further_layers: int  # layers in files, after the others, that are not used
     eos_ids: tuple[int, ...]
     vision: Vision | None  # None: it takes no images
     axis_of_pair: tuple[int, ...]  # the position axis of each rotated pair (hpcrl.models.vision); empty: one axis
@@ -101,56 +105,53 @@ def read_architecture(path: Path) -> Architecture:
 
     config, vision = AutoConfig.from_pretrained(path), read_vision_of(path)
     tied = config.tie_word_embeddings
-    decoder = family_of(config.model_type).decoder  # reads mistral with layer_types as ministral
-    assert decoder is not None
+    family = family_of(config.model_type)  # reads mistral with layer_types as ministral
+    try:
+        shape = read_shape(config.to_dict())
+    except CannotPlanError as error:
+        raise ValueError(f"{path}/config.json: {error}") from error
+    decoder = shape.decoder
     config = config.get_text_config()
     for feature in unsupported({**config.to_dict(), "model_type": model_type}):
         raise ValueError(
             f"{path}/config.json: {feature} is not implemented by the native generator; use another engine"
         )
-    heads = config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    bias = getattr(config, "attention_bias", False)
+    head_dim = shape.head_dim
     kinds = _layer_types(config, decoder)
-    ropes = tuple(dict.fromkeys(_rope(config, kind, head_dim) for kind in kinds))
+    ropes = tuple(dict.fromkeys(_rope(config, kind, shape) for kind in kinds))
     scalar = config.query_pre_attn_scalar if decoder.gemma else head_dim
     return Architecture(
         decoder=decoder,
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
         num_layers=config.num_hidden_layers,
-        num_heads=heads,
-        num_kv_heads=config.num_key_value_heads,
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
         head_dim=head_dim,
         intermediate_size=config.intermediate_size,
         norm_eps=config.rms_norm_eps,
         tied=tied,
-        qkv_bias=bias or decoder.qkv_bias,
-        out_bias=bias,
-        expert_layers=_expert_layers(config) if decoder.experts else frozenset(),
-        num_experts=config.num_experts if decoder.experts else 0,
-        experts_per_token=config.num_experts_per_tok if decoder.experts else 0,
-        expert_size=config.moe_intermediate_size if decoder.experts else 0,
-        normalize_experts=config.norm_topk_prob if decoder.experts else False,
+        qkv_bias=shape.qkv_bias,
+        out_bias=shape.out_bias,
+        expert_layers=shape.expert_layers,
+        num_experts=shape.num_experts,
+        experts_per_token=shape.experts_per_token,
+        expert_size=shape.expert_size,
+        shared_size=shape.shared_size,
+        router=family.router(config.to_dict()),
+        clamp=(config.swiglu_limit, config.swiglu_alpha) if decoder.biased_experts else (0.0, 0.0),
         embedding_scale=config.hidden_size**0.5 if decoder.gemma else 1.0,
         attention_scale=scalar**-0.5,
         attention_softcap=config.attn_logit_softcapping if decoder.soft_capped else None,
         logit_softcap=config.final_logit_softcapping if decoder.gemma else None,
         ropes=ropes,
-        rope_of_layer=tuple(ropes.index(_rope(config, kind, head_dim)) for kind in kinds),
+        rope_of_layer=tuple(ropes.index(_rope(config, kind, shape)) for kind in kinds),
         windows=tuple(config.sliding_window if kind == "sliding_attention" else None for kind in kinds),
         max_positions=_max_positions(config),
+        further_layers=getattr(config, family.predicts_further) if family.predicts_further else 0,
         eos_ids=_eos_ids(path, config),
         vision=vision,
         axis_of_pair=axes_of_pairs(config.rope_parameters["mrope_section"]) if vision is not None else (),
-    )
-
-
-def _expert_layers(config: Any) -> frozenset[int]:
-    return frozenset(
-        i
-        for i in range(config.num_hidden_layers)
-        if i not in config.mlp_only_layers and config.num_experts > 0 and (i + 1) % config.decoder_sparse_step == 0
     )
 
 
@@ -167,18 +168,21 @@ def _rope_sections(config: Any) -> dict[str | None, dict[str, Any]]:
     return sections or {None: config.rope_parameters}
 
 
-def _rope(config: Any, layer_type: str, head_dim: int) -> Rope:
+def _rope(config: Any, layer_type: str, shape: ModelShape) -> Rope:
     """The rotary embedding that transformers computes for sequences of any accepted length (_max_positions)."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     sections = _rope_sections(config)
     kind = layer_type if layer_type in sections else None
     rope = sections[kind]
-    if (rope_type := rope.get("rope_type", "default")) != "default":
+    theta, rope_type = rope["rope_theta"], rope.get("rope_type", "default")
+    if rope_type == "dynamic" and shape.decoder.rope_alpha:
+        theta *= rope["alpha"] ** (shape.head_dim / (shape.head_dim - 2))
+    elif rope_type != "default":
         frequencies, scale = ROPE_INIT_FUNCTIONS[rope_type](config, torch.device("cpu"), layer_type=kind)
         return Rope(tuple(frequencies.tolist()), scale)
-    rotated = int(head_dim * rope.get("partial_rotary_factor", 1.0))
-    return Rope(tuple((1.0 / (rope["rope_theta"] ** (torch.arange(0, rotated, 2).float() / rotated))).tolist()))
+    rotated = int(shape.head_dim * rope.get("partial_rotary_factor", 1.0))
+    return Rope(tuple((1.0 / (theta ** (torch.arange(0, rotated, 2).float() / rotated))).tolist()))
 
 
 def _max_positions(config: Any) -> int:

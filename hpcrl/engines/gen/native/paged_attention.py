@@ -94,9 +94,9 @@ class DecodeAttention:
             unseen |= keys <= positions[:, None] - window
         return torch.zeros(unseen.shape, dtype=dtype, device=unseen.device).masked_fill_(unseen, -math.inf)[:, None]
 
-    def attend(self, q: Tensor, kv: Tensor, mask: Tensor, arch: Architecture) -> Tensor:
+    def attend(self, q: Tensor, kv: Tensor, mask: Tensor, arch: Architecture, sinks: Tensor | None = None) -> Tensor:
         """The attention of `q` [R, heads, head_dim], as [R, heads * head_dim]. `kv` is a layer of the cache; `mask`
-        [R, 1, L] is added to the scores."""
+        [R, 1, L] is added to the scores; `sinks` [heads] are Layer.sinks."""
         (rows, heads, size), (k, v) = q.shape, kv
         num_kv_heads, block = k.shape[1:3]
         group = heads // num_kv_heads
@@ -106,8 +106,10 @@ class DecodeAttention:
             scores = torch.add(mask, scores, alpha=arch.attention_scale)
         else:
             scores = scores.mul_(arch.attention_scale / cap).tanh_().mul_(cap).add_(mask)
-        probs = scores.softmax(-1, dtype=torch.float32).to(v.dtype)
-        parts = self._products(probs.view(-1, block).index_select(0, self.by_unit), v)
+        probs = scores.softmax(-1, dtype=torch.float32)
+        if sinks is not None:  # the part of the sum of exponentials that is not the sink's
+            probs = probs * (scores.float().logsumexp(-1) - sinks).sigmoid()[..., None]
+        parts = self._products(probs.to(v.dtype).view(-1, block).index_select(0, self.by_unit), v)
         sums = F.embedding_bag(self.bags, parts.view(-1, group * size).float(), self.offsets, mode="sum")
         return sums.view(rows, -1).to(q.dtype)
 
@@ -157,9 +159,11 @@ class PrefillAttention:
         full = len(row) == longest * len(lengths)
         return cls(at, slots, None if full else padded, (len(lengths), longest), known if most else None, begin)
 
-    def attend(self, heads: Tensor, kv: Tensor, arch: Architecture, window: int | None) -> Tensor:
+    def attend(
+        self, heads: Tensor, kv: Tensor, arch: Architecture, window: int | None, sinks: Tensor | None = None
+    ) -> Tensor:
         """The attention of the new tokens, as [T, heads * head_dim]. `heads` is [T, heads + 2 kv_heads, head_dim], `kv`
-        a layer of the cache, and `window` as in Architecture.windows."""
+        a layer of the cache, `window` as in Architecture.windows, and `sinks` [heads] are Layer.sinks."""
         split, size = (arch.num_heads, arch.num_kv_heads, arch.num_kv_heads), heads.shape[-1]
         if self.padded is not None:
             count = self.shape[0] * self.shape[1]
@@ -167,12 +171,12 @@ class PrefillAttention:
         q, k, v = heads.view(*self.shape, -1, size).transpose(1, 2).split(split, 1)
         scale, softcap = arch.attention_scale, arch.attention_softcap
         if self.past is None:  # padding is on the right, so no token attends to it
-            out = causal_attention(q, k, v, scale=scale, window=window, softcap=softcap)
+            out = causal_attention(q, k, v, scale=scale, window=window, softcap=softcap, sinks=sinks)
         else:
             k, v = torch.cat((kv[:, self.past].transpose(2, 3).flatten(3, 4), torch.stack((k, v))), dim=3)
             parts = [
                 masked_attention(
-                    part, k, v, self._visible(i * QUERY_BLOCK, part.shape[2], k.shape[2], window), scale, softcap
+                    part, k, v, self._visible(i * QUERY_BLOCK, part.shape[2], k.shape[2], window), scale, softcap, sinks
                 )
                 for i, part in enumerate(q.split(QUERY_BLOCK, dim=2))
             ]

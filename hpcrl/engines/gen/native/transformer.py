@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -13,6 +13,9 @@ from hpcrl.engines.gen.native.architecture import Architecture
 from hpcrl.engines.gen.native.kv import KVCache
 from hpcrl.engines.gen.native.paged_attention import DecodeAttention, PrefillAttention
 from hpcrl.engines.gen.native.weights import Dense, Experts, FusedWeights, Layer, LowRank
+
+Adapters = Mapping[str, Sequence[LowRank]]
+"""Layer.adapters."""
 
 
 class ImageFeatures(NamedTuple):
@@ -31,6 +34,7 @@ class Transformer:
         positions = len(rotations[0])
         self._windows = [None if w is None or w >= positions else w for w in architecture.windows]
         self._gate = _gelu_gated if architecture.decoder.gemma else _silu_gated
+        self._expert_gate = self._clamped if architecture.decoder.biased_experts else _silu_gated
         self.routes: list[Tensor] | None = None  # if a list, each layer with experts appends its choices [T, k]
 
     def prefill(
@@ -52,7 +56,7 @@ class Transformer:
             heads = self._qkv(layer, x, rotations[a.rope_of_layer[i]])
             cache.write(i, adding.places, adding.slots, heads[:, a.num_heads :].unflatten(1, (2, a.num_kv_heads)))
             if i + 1 < a.num_layers:
-                x = self._block(layer, x, adding.attend(heads, cache.layers[i], a, self._windows[i]))
+                x = self._block(layer, x, adding.attend(heads, cache.layers[i], a, self._windows[i], layer.sinks))
 
     def _rotation(self, rotations: Tensor, positions: Tensor) -> Tensor:
         """complex64 [T, 1, pairs]."""
@@ -82,7 +86,8 @@ class Transformer:
         for i, layer in enumerate(self._weights.layers):
             heads = self._qkv(layer, x, rotations[a.rope_of_layer[i]])
             cache.write(i, places, slots, heads[:num_live, a.num_heads :].unflatten(1, (2, a.num_kv_heads)))
-            attended = decoding.attend(heads[:, : a.num_heads], cache.layers[i], masks[self._windows[i]], a)
+            mask = masks[self._windows[i]]
+            attended = decoding.attend(heads[:, : a.num_heads], cache.layers[i], mask, a, layer.sinks)
             x = self._block(layer, x, attended)
         return self._logits(x)
 
@@ -103,23 +108,40 @@ class Transformer:
 
     def _qkv(self, layer: Layer, x: Tensor, rotations: Tensor) -> Tensor:
         """Heads [T, heads + 2 kv_heads, head_dim] of x [T, H]; q and k normalised and rotated."""
-        a, normed = self._arch, self._norm(x, layer.attention_norm)
+        a, normed = self._arch, x if layer.attention_norm is None else self._norm(x, layer.attention_norm)
         fused = normed @ layer.qkv if layer.qkv_bias is None else torch.addmm(layer.qkv_bias, normed, layer.qkv)
         _adapt(fused, normed, layer.adapters["qkv"])
         heads = fused.view(-1, a.num_qkv_heads, a.head_dim)
         qk = heads[:, : a.num_qk_heads]
-        if layer.qk_norm is not None:
-            qk.copy_(self._norm(qk.to(layer.qk_norm.dtype), None).mul_(layer.qk_norm))
-        if self._weights.shared:  # not interleaved: pairs consist of a dimension of each half
-            halves = qk[..., : a.num_rotated].unflatten(-1, (2, -1)).transpose(-1, -2)
-            turned = torch.view_as_complex(halves.float().contiguous()).mul(rotations[..., : a.num_rotated // 2])
+        if layer.qk_norm is not None and not a.decoder.qk_norm_last:
+            self._norm_heads(qk, layer.qk_norm)
+        self._rotate(qk, rotations)
+        if layer.qk_norm is not None and a.decoder.qk_norm_last:
+            self._norm_heads(qk, layer.qk_norm)
+        return heads
+
+    def _norm_heads(self, qk: Tensor, weight: Tensor) -> None:
+        """Normalise heads [T, heads + kv_heads, head_dim] in place."""
+        a = self._arch
+        if not a.decoder.qk_norm_joint:
+            qk.copy_(self._norm(qk.to(weight.dtype), None).mul_(weight))
+            return
+        split = (a.num_heads, a.num_kv_heads)
+        for heads, factors in zip(qk.split(split, 1), weight.split(split), strict=True):
+            heads.copy_(self._norm(heads.flatten(1), factors.flatten()).view_as(heads))
+
+    def _rotate(self, qk: Tensor, rotations: Tensor) -> None:
+        """Rotate heads [T, heads + kv_heads, head_dim] in place."""
+        if self._weights.shared and not self._arch.decoder.adjacent_pairs:  # pairs have a dimension of each half
+            rotated = self._arch.num_rotated
+            halves = qk[..., :rotated].unflatten(-1, (2, -1)).transpose(-1, -2)
+            turned = torch.view_as_complex(halves.float().contiguous()).mul(rotations[..., : rotated // 2])
             halves.copy_(torch.view_as_real(turned))
-            return heads
+            return
         pairs = qk.float()  # the same tensor in fp32
         torch.view_as_complex(pairs.unflatten(-1, (-1, 2))).mul_(rotations)
         if pairs is not qk:
             qk.copy_(pairs)
-        return heads
 
     def _block(self, layer: Layer, x: Tensor, attended: Tensor) -> Tensor:
         """The part of a block after attention; x [T, H] is overwritten."""
@@ -130,29 +152,70 @@ class Transformer:
         else:
             result = _adapt(F.linear(attended, layer.out.t(), layer.out_bias), attended, layer.adapters["out"])
             x.add_(self._norm(result, layer.attention_post_norm))
-        normed = self._norm(x, layer.mlp_norm)
+        normed = x if layer.mlp_norm is None else self._norm(x, layer.mlp_norm)
         if not isinstance(layer.mlp, Dense):
-            return x.add_(self._mixture(layer.mlp, normed))
-        inner = self._gate(_adapt(normed @ layer.mlp.gate_up, normed, layer.adapters["gate_up"]))
+            return x.add_(self._mixture(layer.mlp, normed, layer.adapters))
+        inner = self._inner(layer.mlp, normed, layer.adapters)
         if layer.mlp_post_norm is None:
             return _adapt(x.addmm_(inner, layer.mlp.down), inner, layer.adapters["down"])
         return x.add_(self._norm(_adapt(inner @ layer.mlp.down, inner, layer.adapters["down"]), layer.mlp_post_norm))
 
-    def _mixture(self, experts: Experts, x: Tensor) -> Tensor:
-        """Weighted sum [T, H] of the outputs of each token's chosen experts. The host does not wait for the choices."""
-        top, router = self._arch.experts_per_token, experts.router
-        shares, chosen = (x @ router).softmax(-1, dtype=torch.float32).topk(top)
+    def _inner(self, mlp: Dense, x: Tensor, adapters: Adapters) -> Tensor:
+        return self._gate(_adapt(x @ mlp.gate_up, x, adapters["gate_up"]))
+
+    def _mixture(self, experts: Experts, x: Tensor, adapters: Adapters) -> Tensor:
+        """Weighted sum [T, H] of the outputs of each token's chosen experts, and of the shared experts. The host does
+        not wait for the choices."""
+        top = self._arch.experts_per_token
+        shares, chosen = self._choose(experts, x)
         if self.routes is not None:
             self.routes.append(chosen)
-        if self._arch.normalize_experts:
-            shares = shares / shares.sum(-1, keepdim=True)
         sorted_choices, order = chosen.flatten().sort(stable=True)
         every = torch.arange(self._arch.num_experts, device=x.device)
         ends = torch.searchsorted(sorted_choices, every, right=True, out_int32=True)
         results = F.grouped_mm(x[order // top], experts.gate_up, offs=ends)
-        results = F.grouped_mm(_silu_gated(results), experts.down, offs=ends)
+        if experts.gate_up_bias is not None:
+            results += experts.gate_up_bias[sorted_choices]
+        results = F.grouped_mm(self._expert_gate(results), experts.down, offs=ends)
+        if experts.down_bias is not None:
+            results += experts.down_bias[sorted_choices]
         by_token = results[order.argsort()].unflatten(0, (-1, top))
-        return torch.bmm(shares[:, None].to(x.dtype), by_token)[:, 0]
+        total = torch.bmm(shares[:, None].to(x.dtype), by_token)[:, 0]
+        if experts.shared is None:
+            return total
+        inner = self._inner(experts.shared, x, adapters)
+        shared = _adapt(inner @ experts.shared.down, inner, adapters["down"])
+        if experts.shared_gate is not None:
+            shared *= _adapt(x @ experts.shared_gate, x, adapters["shared_gate"]).sigmoid()
+        return total.add_(shared)
+
+    def _choose(self, experts: Experts, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Each token's experts and their weights, as [T, k] both: float32 weights, then int64 experts."""
+        router, top = self._arch.router, self._arch.experts_per_token
+        if router.sigmoid:
+            scores = (x.float() @ experts.router.float()).sigmoid()
+        else:
+            logits = x @ experts.router
+            scores = (logits if experts.router_bias is None else logits + experts.router_bias).softmax(
+                -1, dtype=torch.float32
+            )
+        ranks = scores if experts.correction is None else scores + experts.correction
+        if router.groups > 1:
+            grouped = ranks.unflatten(-1, (router.groups, -1))
+            best = grouped.topk(router.best).values.sum(-1).topk(router.chosen_groups).indices
+            others = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter_(-1, best, False)
+            ranks = grouped.masked_fill(others[..., None], -torch.inf).flatten(1)
+        chosen = ranks.topk(top).indices
+        shares = scores.gather(1, chosen)
+        if router.normalised:
+            shares = shares / shares.sum(-1, keepdim=True)
+        return (shares if router.scale == 1.0 else shares * router.scale), chosen
+
+    def _clamped(self, fused: Tensor) -> Tensor:
+        """A gated MLP's inner values from alternating columns of gate and up."""
+        limit, gain = self._arch.clamp
+        gate, up = fused[..., ::2].clamp(max=limit), fused[..., 1::2].clamp(-limit, limit)
+        return torch.sigmoid(gate * gain).mul_(gate).mul_(up + 1)
 
 
 def _adapt(product: Tensor, x: Tensor, adapters: Sequence[LowRank]) -> Tensor:

@@ -16,14 +16,15 @@ length; for longrope, only up to the model's original length."""
 
 def unsupported(model: Mapping[str, Any], longest: int = 0) -> Iterator[str]:
     """The features that the engine would compute wrongly. `longest` is the maximum sequence length, 0 if not known."""
-    decoder = family_of(model["model_type"]).decoder
+    family, model = family_of(model["model_type"]), decoder_keys(model)
+    decoder = family.decoder
     assert decoder is not None
-    model = decoder_keys(model)
     sections = ropes(model)
     for rope in sections:
         kind = rope_type(rope)
         limit = rope.get("original_max_position_embeddings", model.get("original_max_position_embeddings"))
-        if kind not in ("default", *FIXED_ROPE):
+        fixed = kind == "dynamic" and decoder.rope_alpha and rope.get("alpha")
+        if kind not in ("default", *FIXED_ROPE) and not fixed:
             yield f"rope type {kind!r}"
         if kind == "longrope" and isinstance(limit, int) and longest > limit:
             yield f"rope type {kind!r} in sequences of {longest} tokens, beyond the original {limit},"
@@ -37,6 +38,9 @@ def unsupported(model: Mapping[str, Any], longest: int = 0) -> Iterator[str]:
     key, act = ("hidden_activation", "gelu_pytorch_tanh") if decoder.gemma else ("hidden_act", "silu")
     if (model.get(key) or act) != act:
         yield f"{key} {model[key]!r}"
-    for name in ("mlp_bias", "use_bidirectional_attention", "quantization_config"):
+    router = family.router(model)
+    if decoder.experts and not 1 <= router.chosen_groups <= router.groups:
+        yield f"topk_group={router.chosen_groups} of n_group={router.groups}"
+    for name in (decoder.mlp_bias_key or "mlp_bias", "use_bidirectional_attention", "quantization_config"):
         if model.get(name):
             yield name

@@ -42,8 +42,14 @@ class Experts:
     """A mixture of gated MLPs."""
 
     router: Tensor  # [H, E]
+    router_bias: Tensor | None  # [E]
+    correction: Tensor | None  # float32 [E], affects only the choice
     gate_up: Tensor  # [E, H, 2 I]
+    gate_up_bias: Tensor | None  # [E, 2 I]
     down: Tensor  # [E, I, H]
+    down_bias: Tensor | None  # [E, H]
+    shared: Dense | None  # the shared experts
+    shared_gate: Tensor | None  # [H, 1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,17 +66,19 @@ class LowRank:
 class Layer:
     """One block. q heads come first, then k, then v."""
 
-    attention_norm: Tensor  # [H]
+    attention_norm: Tensor | None  # [H]
     attention_post_norm: Tensor | None  # [H]
     qkv: Tensor  # [H, (heads + 2 kv_heads) D]
     qkv_bias: Tensor | None  # [(heads + 2 kv_heads) D]
     qk_norm: Tensor | None  # [heads + kv_heads, D]
+    sinks: Tensor | None  # [heads]
     out: Tensor  # [heads D, H]
     out_bias: Tensor | None  # [H]
-    mlp_norm: Tensor  # [H]
+    mlp_norm: Tensor | None  # [H]
     mlp_post_norm: Tensor | None  # [H]
     mlp: Dense | Experts
-    adapters: dict[str, list[LowRank]]  # by matrix: qkv, out, gate_up, down
+    adapters: dict[str, list[LowRank]]
+    """By matrix: qkv, out, gate_up, down, shared_gate. With experts, gate_up and down are the shared experts'."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +114,8 @@ class FusedWeights:
         self._arch, self._dtype, self._device, self._lora = architecture, dtype, device, lora
         self._float32_head, self.shared = float32_head and dtype != torch.float32, shared
         self._targets: dict[str, _Target] = {}
+        first, count = architecture.num_layers, architecture.further_layers
+        self._unused = tuple(f"{architecture.decoder_prefix}layers.{i}." for i in range(first, first + count))
         rotated = architecture.num_rotated
         self._interleaved = torch.arange(architecture.head_dim, device=device)
         self._interleaved[:rotated] = torch.arange(rotated, device=device).view(2, rotated // 2).t().flatten()
@@ -201,7 +211,8 @@ class FusedWeights:
 
     def _accept(self, name: str, tensor: Tensor) -> tuple[_Target | None, tuple[str, ...]]:
         """The destination of the tensor and the required names that it provides."""
-        if name.endswith("rotary_emb.inv_freq"):  # in old Llama checkpoints; here it is derived from the config
+        # Old Llama checkpoints have frequencies, which are derived from the config here.
+        if name.endswith("rotary_emb.inv_freq") or name.startswith(self._unused):
             return None, ()
         target = self._targets.get(name if self.tower is None else _in_memory(name))
         if target is None:
@@ -218,6 +229,12 @@ class FusedWeights:
         *batch, size_in, size_out = shape
         return self._empty(*batch, size_out, size_in).transpose(-1, -2) if self.shared else self._empty(*shape)
 
+    def _named(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """A new tensor that is the target `name`."""
+        tensor = torch.empty(shape, dtype=dtype or self._dtype, device=self._device)
+        self._target(name, tensor)
+        return tensor
+
     def _target(
         self,
         name: str,
@@ -228,7 +245,8 @@ class FusedWeights:
         parts: tuple[str, ...] = (),
         add: float = 0.0,
     ) -> None:
-        self._targets[name] = _Target(view, shape or tuple(view.shape), 0 if self.shared else rotary_heads, parts, add)
+        heads = 0 if self.shared or self._arch.decoder.adjacent_pairs else rotary_heads
+        self._targets[name] = _Target(view, shape or tuple(view.shape), heads, parts, add)
 
     def _linear(
         self, name: str, matrix: Tensor, columns: slice = ALL, rotary_heads: int = 0, *, adapters: list[LowRank]
@@ -270,19 +288,23 @@ class FusedWeights:
     def _layer(self, index: int) -> Layer:
         a, prefix = self._arch, f"{self._arch.decoder_prefix}layers.{index}."
         hidden, attention, gemma = a.hidden_size, prefix + "self_attn.", a.decoder.gemma
-        after = prefix + "post_attention_layernorm.weight"  # in Gemma's families the norm after attention
-        adapters: dict[str, list[LowRank]] = {"qkv": [], "out": [], "gate_up": [], "down": []}
+        before, behind = not a.decoder.norms_after, a.decoder.norms_after or gemma
+        after = prefix + "post_attention_layernorm.weight"  # after attention only if `behind`
+        adapters: dict[str, list[LowRank]] = {key: [] for key in ("qkv", "out", "gate_up", "down", "shared_gate")}
         layer = Layer(
-            attention_norm=self._norm(prefix + "input_layernorm.weight"),
-            attention_post_norm=self._norm(after) if gemma else None,
+            attention_norm=self._norm(prefix + "input_layernorm.weight") if before else None,
+            attention_post_norm=self._norm(after) if behind else None,
             qkv=self._matrix(hidden, a.num_qkv_heads * a.head_dim),
             qkv_bias=self._empty(a.num_qkv_heads * a.head_dim) if a.qkv_bias else None,
             qk_norm=self._qk_norm(attention) if a.decoder.qk_norm else None,
+            sinks=self._named(attention + "sinks", a.num_heads) if a.decoder.sinks else None,
             out=self._matrix(a.num_heads * a.head_dim, hidden),
             out_bias=self._empty(hidden) if a.out_bias else None,
-            mlp_norm=self._norm(prefix + "pre_feedforward_layernorm.weight" if gemma else after),
-            mlp_post_norm=self._norm(prefix + "post_feedforward_layernorm.weight") if gemma else None,
-            mlp=self._experts(prefix + "mlp.") if index in a.expert_layers else self._dense(prefix + "mlp.", adapters),
+            mlp_norm=self._norm(prefix + "pre_feedforward_layernorm.weight" if gemma else after) if before else None,
+            mlp_post_norm=self._norm(prefix + "post_feedforward_layernorm.weight") if behind else None,
+            mlp=self._experts(prefix, adapters)
+            if index in a.expert_layers
+            else self._dense(prefix + "mlp.", a.intermediate_size, adapters),
             adapters=adapters,
         )
         self._linear(attention + "o_proj", layer.out, adapters=adapters["out"])
@@ -301,15 +323,18 @@ class FusedWeights:
 
     def _qk_norm(self, prefix: str) -> Tensor:
         """[heads + kv_heads, D]: the q norm for each q head, then the k norm."""
-        a = self._arch
-        norm = self._norm(prefix + "q_norm.weight", a.num_qk_heads, a.head_dim)
-        for which, heads in (("q", norm[: a.num_heads]), ("k", norm[a.num_heads :])):
-            name = f"{prefix}{which}_norm.weight"
-            self._target(name, heads, shape=(a.head_dim,), rotary_heads=1, add=1.0 if a.decoder.gemma else 0.0)
+        a, decoder = self._arch, self._arch.decoder
+        norm, add = self._norm("", a.num_qk_heads, a.head_dim), 1.0 if decoder.gemma else 0.0
+        for which, heads in zip(decoder.qk_norm_names, (norm[: a.num_heads], norm[a.num_heads :]), strict=True):
+            name = f"{prefix}{which}.weight"
+            if decoder.qk_norm_joint:
+                self._target(name, heads.flatten(), rotary_heads=len(heads), add=add)
+            else:
+                self._target(name, heads, shape=(a.head_dim,), rotary_heads=1, add=add)
         return norm
 
-    def _dense(self, prefix: str, adapters: dict[str, list[LowRank]]) -> Dense:
-        hidden, size = self._arch.hidden_size, self._arch.intermediate_size
+    def _dense(self, prefix: str, size: int, adapters: dict[str, list[LowRank]]) -> Dense:
+        hidden = self._arch.hidden_size
         mlp = Dense(gate_up=self._matrix(hidden, 2 * size), down=self._matrix(size, hidden))
         if self._arch.decoder.joined:
             self._linear(prefix + "gate_up_proj", mlp.gate_up, adapters=adapters["gate_up"])
@@ -319,27 +344,45 @@ class FusedWeights:
         self._linear(prefix + "down_proj", mlp.down, adapters=adapters["down"])
         return mlp
 
-    def _experts(self, prefix: str) -> Experts:
+    def _experts(self, layer: str, adapters: dict[str, list[LowRank]]) -> Experts:
         """Add targets for both layouts: one tensor for all experts (transformers in memory), one per expert (files)."""
-        hidden, size, count = self._arch.hidden_size, self._arch.expert_size, self._arch.num_experts
+        a, decoder, at = self._arch, self._arch.decoder, layer + "mlp."
+        hidden, size, count, router = a.hidden_size, a.expert_size, a.num_experts, f"{at}{decoder.router_name}."
+        biased, first, last = decoder.biased_experts, at + "experts.gate_up_proj", at + "experts.down_proj"
+        correction = router + "e_score_correction_bias"
         mlp = Experts(
             router=self._matrix(hidden, count),
-            gate_up=self._matrix(count, hidden, 2 * size),
-            down=self._matrix(count, size, hidden),
+            router_bias=self._named(router + "bias", count) if biased else None,
+            correction=self._named(correction, count, dtype=torch.float32) if a.router.corrected else None,
+            gate_up=self._named(first, count, hidden, 2 * size) if biased else self._matrix(count, hidden, 2 * size),
+            gate_up_bias=self._named(first + "_bias", count, 2 * size) if biased else None,
+            down=self._named(last, count, size, hidden) if biased else self._matrix(count, size, hidden),
+            down_bias=self._named(last + "_bias", count, hidden) if biased else None,
+            shared=self._dense(f"{at}{decoder.shared_name}.", a.shared_size, adapters) if a.shared_size else None,
+            shared_gate=self._matrix(hidden, 1) if decoder.shared_gate else None,
         )
-        self._target(prefix + "gate.weight", mlp.router.t())
-        one = {which: [f"{prefix}experts.{e}.{which}_proj.weight" for e in range(count)] for which in WHICH}
-        for e in range(count):
-            self._target(one["gate"][e], mlp.gate_up[e, :, :size].t())
-            self._target(one["up"][e], mlp.gate_up[e, :, size:].t())
-            self._target(one["down"][e], mlp.down[e].t())
+        self._target(router + "weight", mlp.router.t())
+        if mlp.shared_gate is not None:
+            self._linear(f"{at}{decoder.shared_name}_gate", mlp.shared_gate, adapters=adapters["shared_gate"])
+        if biased:  # equal in files and in memory
+            return mlp
+        files = decoder.files
+        in_files = layer + files.at
+        if files.at != "mlp.":
+            self._target(in_files + "gate.weight", mlp.router.t(), parts=(router + "weight",))
         gate_up, down = mlp.gate_up.transpose(1, 2), mlp.down.transpose(1, 2)
-        self._target(prefix + "experts.gate_up_proj", gate_up, parts=(*one["gate"], *one["up"]))
-        self._target(prefix + "experts.down_proj", down, parts=tuple(one["down"]))
+        one: dict[str, list[str]] = {}
+        for which, rows in (
+            (files.gate, gate_up[:, :size]),
+            (files.up, gate_up[:, size:]),
+            (files.down, down),
+        ):
+            one[which] = [f"{in_files}experts.{e}.{which}.weight" for e in range(count)]
+            for name, matrix in zip(one[which], rows, strict=True):
+                self._target(name, matrix)
+        self._target(first, gate_up, parts=(*one[files.gate], *one[files.up]))
+        self._target(last, down, parts=tuple(one[files.down]))
         return mlp
-
-
-WHICH = ("gate", "up", "down")
 
 
 def _add_low_rank(

@@ -114,7 +114,7 @@ def describe(folder: Path) -> Description:
         scale=shape.head_dim**-0.5 * scaling**2 if scaling != 1.0 and shape.latent is None else None,
         window=getattr(hf, "sliding_window", None) if any(windowed) else None,
         windowed=windowed,
-        router=family.router(content) if shape.num_experts else None,
+        router=family_of(content.get("model_type")).router(content) if shape.num_experts else None,
         options=family.options(content) | (latent_options(shape, hf) if shape.latent is not None else {}),
     )
 

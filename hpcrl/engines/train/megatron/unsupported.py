@@ -37,7 +37,9 @@ def lacking(own: object, model: Mapping[str, Any]) -> Iterator[str]:
     except CannotPlanError:  # reported where the model is planned
         return
     if shape.num_experts:
-        yield from unsupported_choices(family.router(model), shape.num_experts, shape.experts_per_token)
+        yield from unsupported_choices(
+            family_of(model.get("model_type")).router(model), shape.num_experts, shape.experts_per_token
+        )
 
 
 def _partly_rotated(model: Mapping[str, Any]) -> Iterator[str]:
