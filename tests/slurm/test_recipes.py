@@ -33,7 +33,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def large(one_machine: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """A cluster that claims 57 nodes with 8 GPUs and 4 without: as large as the largest recipe."""
-    gpu = one_machine.Nodes("g", 57, cpus=64, memory_mb=1_600_000, gpus=8)
+    gpu = one_machine.Nodes("g", 57, cpus=64, memory_mb=2_000_000, gpus=8)
     cpu = one_machine.Nodes("c", 4, cpus=64, memory_mb=500_000)
     with one_machine.Cluster(tmp_path_factory.mktemp("large"), [gpu, cpu]) as running:
         yield running

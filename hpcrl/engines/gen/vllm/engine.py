@@ -30,7 +30,7 @@ from hpcrl.engines.gen.sampling import stream_origin
 from hpcrl.engines.gen.stops import StopStrings
 from hpcrl.engines.gen.vllm.amx import follow_onednn_limit
 from hpcrl.engines.gen.vllm.heads import check_head_size
-from hpcrl.engines.gen.vllm.image_prompts import ImagePrompts, keep_pixels, own_image_sizes
+from hpcrl.engines.gen.vllm.image_prompts import TEXT_ONLY, ImagePrompts, keep_pixels, own_image_sizes
 from hpcrl.engines.gen.vllm.image_prompts import arguments as image_arguments
 from hpcrl.engines.gen.vllm.lora_loading import Adapter
 from hpcrl.engines.gen.vllm.lora_loading import arguments as adapter_arguments
@@ -45,7 +45,7 @@ from hpcrl.engines.gen.vllm.transformers_classes import transformers_classes_kep
 from hpcrl.engines.gen.vllm.weight_readback import shown
 from hpcrl.engines.gen.vllm.weights import as_published, reload
 from hpcrl.engines.gen.weight_names import WeightNames
-from hpcrl.models.families import VLLM_SEEING, known_shape, shape_of
+from hpcrl.models.families import VLLM_SEEING, known_shape, read_vision_of, shape_of
 from hpcrl.models.shape import CannotPlanError
 from hpcrl.rollout.types import FinishReason
 from hpcrl.spec.media import IMAGE
@@ -193,6 +193,9 @@ class VLLMEngine:
             _check_torchvision(model_path)
             keep_pixels()
             arguments |= image_arguments(vision, reserved)
+        elif read_vision_of(Path(model_path)) is not None:
+            _check_torchvision(model_path)
+            arguments |= TEXT_ONLY
         arguments |= replica_arguments(len(replica.ranks), custom_all_reduce) | dict(options or {})
         if lora is not None:
             arguments |= adapter_arguments(lora, Path(model_path))

@@ -15,6 +15,10 @@ from hpcrl.engines.patches import tower_inputs
 from hpcrl.models.vision import Form, Vision
 from hpcrl.spec.media import Medium
 
+TEXT_ONLY: dict[str, Any] = {"language_model_only": True, "skip_tokenizer_init": False}
+"""Arguments of EngineArgs for a model whose images vLLM does not get: without its tower. vLLM makes its processor
+nevertheless, which needs a tokenizer."""
+
 
 def arguments(vision: Vision, max_tokens: int) -> dict[str, Any]:
     """Arguments of EngineArgs for a model with a vision tower, whose images have at most max_tokens tokens. vLLM
