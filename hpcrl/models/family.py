@@ -33,8 +33,6 @@ class MegatronModel:
     """Keys of config.json that ask for biases, which Megatron-Core's layers do not have here."""
     rope_types: tuple[str, ...] = ("default", "linear", "llama3", "yarn")
     """Supported rotary embeddings: frequencies do not depend on the sequence."""
-    router: Callable[[Mapping[str, Any]], ExpertRouter] = softmax_router
-    """Called with the config.json of a mixture of experts."""
     options: Callable[[Mapping[str, Any]], dict[str, Any]] = no_options
     """Called with config.json; returns keys of Megatron-Core's configuration that its sizes do not determine.
     activation_func is a name (hpcrl.engines.train.megatron.gpt_model)."""
@@ -54,8 +52,8 @@ class Family:
     """The decoder's properties that do not depend on config.json; if None, memory of its models is not planned."""
     read: Callable[[str, Decoder, Mapping[str, Any]], ModelShape] | None = None
     """Called with model_type, decoder and config.json; None stands for hpcrl.models.grouped.grouped_shape."""
-    router: Callable[[Mapping[str, Any]], Router] = softmax_router
-    """Called with the config.json of a mixture of experts whose decoder is known."""
+    router: Callable[[Mapping[str, Any]], ExpertRouter] = softmax_router
+    """Called with the config.json of a mixture of experts."""
     native: bool = False
     """Whether the native generator runs it."""
     megatron: MegatronModel | None = None

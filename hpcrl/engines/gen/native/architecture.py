@@ -13,7 +13,7 @@ from torch import Tensor
 from hpcrl.engines.gen.native.unsupported import unsupported
 from hpcrl.models.families import NATIVE, family_of, read_shape, read_vision_of
 from hpcrl.models.mrope import axes_of_pairs
-from hpcrl.models.router import Router
+from hpcrl.models.router import ExpertRouter
 from hpcrl.models.shape import CannotPlanError, Decoder, ModelShape
 from hpcrl.models.vision import Vision
 
@@ -54,7 +54,7 @@ class Architecture:
     experts_per_token: int
     expert_size: int
     shared_size: int  # width of the shared experts; 0: none
-    router: Router
+    router: ExpertRouter
     clamp: tuple[float, float]  # the clamped MLP's limit and the gain of its gate, for decoder.biased_experts
     embedding_scale: float
     attention_scale: float
