@@ -14,7 +14,7 @@ from hpcrl.engines.gen.native.kv import KVCache
 from hpcrl.engines.gen.native.paged_attention import DecodeAttention, PrefillAttention
 from hpcrl.engines.gen.native.weights import Dense, Experts, FusedWeights, Layer, LowRank
 
-Adapters = Mapping[str, Sequence[LowRank]]
+LayerAdapters = Mapping[str, Sequence[LowRank]]
 """Layer.adapters."""
 
 
@@ -160,10 +160,10 @@ class Transformer:
             return _adapt(x.addmm_(inner, layer.mlp.down), inner, layer.adapters["down"])
         return x.add_(self._norm(_adapt(inner @ layer.mlp.down, inner, layer.adapters["down"]), layer.mlp_post_norm))
 
-    def _inner(self, mlp: Dense, x: Tensor, adapters: Adapters) -> Tensor:
+    def _inner(self, mlp: Dense, x: Tensor, adapters: LayerAdapters) -> Tensor:
         return self._gate(_adapt(x @ mlp.gate_up, x, adapters["gate_up"]))
 
-    def _mixture(self, experts: Experts, x: Tensor, adapters: Adapters) -> Tensor:
+    def _mixture(self, experts: Experts, x: Tensor, adapters: LayerAdapters) -> Tensor:
         """Weighted sum [T, H] of the outputs of each token's chosen experts, and of the shared experts. The host does
         not wait for the choices."""
         top = self._arch.experts_per_token

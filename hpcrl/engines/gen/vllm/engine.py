@@ -287,8 +287,8 @@ class VLLMEngine:
         def copies() -> Iterator[tuple[str, torch.Tensor]]:
             for name, tensor in checked:
                 arrived.add(name)
-                published, values = as_published(model, self._model_type, name, tensor)
-                yield published, values.clone()
+                for published, values in as_published(model, self._model_type, name, tensor):
+                    yield published, values.clone()
 
         features = dict(self._runner.encoder_cache)
         with torch.inference_mode():

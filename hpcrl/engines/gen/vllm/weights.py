@@ -3,13 +3,14 @@ update."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hpcrl.models.families import family_of
+from hpcrl.models.shape import FILES
 
 HEADS = ("lm_head.weight", "language_model.lm_head.weight")
 """vLLM's names of the vocabulary projection, in text models and behind a vision tower."""
@@ -21,15 +22,29 @@ SIGLIP = "model.vision_tower."
 """Begins the names of a SigLIP tower's weights in transformers' models."""
 
 
-def as_published(model: Any, model_type: str, name: str, tensor: Tensor) -> tuple[str, Tensor]:
+def as_published(model: Any, model_type: str, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     """A weight under the name and in the layout of published files, which the loader of vLLM's model expects.
-    transformers 5 transposes the experts of Qwen3-VL-MoE when it reads them, and leaves a level out of the names of a
-    SigLIP tower."""
+    transformers 5 transposes the experts of Qwen3-VL-MoE when it reads them, leaves a level out of the names of a
+    SigLIP tower, and renames the experts of Mixtral."""
     if name.startswith(SIGLIP) and hasattr(model.vision_tower, "vision_model"):
         name = f"{SIGLIP}vision_model.{name.removeprefix(SIGLIP)}"
-    if family_of(model_type).transposes_experts and name.endswith(MERGED_EXPERTS):
+    family = family_of(model_type)
+    if family.transposes_experts and name.endswith(MERGED_EXPERTS):
         tensor = tensor.transpose(1, 2)
-    return name, tensor
+    files = family.decoder.files if family.decoder is not None else FILES
+    if files == FILES:
+        yield name, tensor
+        return
+    merged = name.endswith(MERGED_EXPERTS)
+    name = name.replace(f".{FILES.at}", f".{files.at}")
+    if not merged:
+        yield name, tensor
+        return
+    layer, _, which = name.rpartition(".")
+    parts = (files.gate, files.up) if which == "gate_up_proj" else (files.down,)
+    for expert, matrices in enumerate(tensor):
+        for part, matrix in zip(parts, matrices.chunk(len(parts)), strict=True):
+            yield f"{layer}.{expert}.{part}.weight", matrix
 
 
 def reload(engine: Any, model: Any, weights: Iterable[tuple[str, Tensor]], complete: bool = True) -> None:
