@@ -52,9 +52,9 @@ GATED: dict[str, Any] = {
 
 
 class Twin(NamedTuple):
-    """A tiny model of a recipe's family, the keys that the two ranks need, and the largest mean difference between
-    trainer and generator in log-probs. None: on a CPU, vLLM has no experts of gpt-oss and cannot update latent
-    attention, so the trainer learns from answers."""
+    """A tiny model of a recipe's family, the keys that two ranks need, and the largest mean difference between trainer
+    and generator in log-probs. None: on a CPU, vLLM has no experts of gpt-oss and cannot update latent attention, so
+    the trainer learns from answers."""
 
     family: str
     sizes: dict[str, Any]
