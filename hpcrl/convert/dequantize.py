@@ -60,6 +60,8 @@ class QuantisedWeights:
         self._of: dict[str, _Scaled | _Packed] = dict(self._quantised())
         used = {name for found in self._of.values() for name in found[:2]}
         plain = [name for name in self._files.tensors if name not in used and not name.endswith(UNUSED)]
+        if alone := [name for name in plain if name.endswith(SCALES)]:
+            raise ValueError(f"{folder}: {alone[0]} are scales of a tensor that does not have 8-bit floats")
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, torch.dtype] = {}
         for name in sorted([*plain, *self._of]):

@@ -52,33 +52,45 @@ def causal_attention(
     return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=2)
 
 
+def suffix_mask(first: Tensor, queries: int, keys: int, window: int | None, sinks: bool, dtype: torch.dtype) -> Tensor:
+    """[N, 1, queries, keys], one more key with `sinks`: what suffix_attention() adds to scores, 0 or -inf. A row's
+    first query is at position first[row], int64 [N], of its keys; `window` is as in causal_attention()."""
+    at = first[:, None] + torch.arange(queries, device=first.device)
+    at = at.clamp(max=keys - 1)[:, None, :, None]  # padding sees a key, too
+    places = torch.arange(keys, device=first.device)
+    visible = places <= at if window is None else (places <= at) & (places > at - window)
+    mask = torch.zeros_like(visible, dtype=dtype).masked_fill_(~visible, -torch.inf)
+    return F.pad(mask, (1, 0)) if sinks else mask
+
+
 def suffix_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    first: Tensor,
+    mask: Tensor,
     *,
     scale: float,
-    window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """causal_attention() for queries q [N, heads, P, D] that follow other tokens of their rows: a row's first query is
-    at position first[row], int64 [N], of its keys. Keys k and v [N, kv_heads, keys, D] after a row's own end may be
-    anything."""
+    """causal_attention() for queries q [N, heads, P, D] that follow other tokens of their rows. `mask` is
+    suffix_mask()'s, one for all layers, because autograd keeps it. Keys k and v [N, kv_heads, keys, D] after a row's
+    own end may be anything."""
+    if sinks is not None:
+        width, (q, k, v) = v.shape[-1], _with_sinks(q, k, v, sinks, scale)
+        return suffix_attention(q, k, v, mask, scale=scale, softcap=softcap)[..., :width]
+    if softcap is None:
+        return _kernel(q, k, v, scale, mask)
     blocks = []
-    keys = torch.arange(k.shape[2], device=q.device)
     for start in range(0, q.shape[2], QUERY_BLOCK):
-        block = q[:, :, start : start + QUERY_BLOCK]
-        at = first[:, None] + torch.arange(start, start + block.shape[2], device=q.device)
-        at = at.clamp(max=len(keys) - 1)[:, None, :, None]  # padding sees a key, too
-        visible = keys <= at if window is None else (keys <= at) & (keys > at - window)
-        if softcap is None:
-            blocks.append(masked_attention(block, k, v, visible, scale, None, sinks))
-        else:
-            part = (block, k, v, visible, scale, softcap, sinks)
-            blocks.append(checkpoint(masked_attention, *part, use_reentrant=False, preserve_rng_state=False))
+        rows = slice(start, start + QUERY_BLOCK)
+        part = (q[:, :, rows], k, v, mask[:, :, rows], scale, softcap)
+        blocks.append(checkpoint(_masked_by_sum, *part, use_reentrant=False, preserve_rng_state=False))
     return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=2)
+
+
+def _masked_by_sum(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap: float) -> Tensor:
+    return masked_attention(q, k, v, mask == 0, scale, softcap)
 
 
 def _plain(q: Tensor, k: Tensor, v: Tensor, scale: float, sinks: Tensor | None) -> Tensor:
@@ -86,13 +98,18 @@ def _plain(q: Tensor, k: Tensor, v: Tensor, scale: float, sinks: Tensor | None) 
         width, (q, k, v) = v.shape[-1], _with_sinks(q, k, v, sinks, scale)
         # With another query before the first, whose result is dropped, every token attends to the sink.
         return _plain(F.pad(q, (0, 0, 1, 0)), k, v, scale, None)[:, :, 1:, :width]
+    return _kernel(q, k, v, scale)
+
+
+def _kernel(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None = None) -> Tensor:
+    """torch's attention, causal without a mask."""
     heads_per_key = q.shape[1] // k.shape[1]
     if heads_per_key > 1 and q.is_cuda and q.dtype == torch.float32:
         # Only 16-bit kernels support GQA. In fp32, torch would use a kernel that stores all scores unless keys are
         # repeated.
         k, v = k.repeat_interleave(heads_per_key, 1), v.repeat_interleave(heads_per_key, 1)
     gqa = q.shape[1] != k.shape[1]
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=gqa)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=gqa)
 
 
 def masked_attention(

@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from hpcrl.engines.blocked_attention import causal_attention, suffix_attention
+from hpcrl.engines.blocked_attention import causal_attention, suffix_attention, suffix_mask
 from hpcrl.rollout.device_copies import to_device
 
 Choice = Literal["auto", "flash", "sdpa"]
@@ -66,8 +66,9 @@ def sequence_by_sequence(q: Tensor, k: Tensor, v: Tensor, spans: Spans) -> Tenso
         if not skipped:
             out = causal_attention(qr, kr, vr, scale=spans.scale, window=spans.window, softcap=spans.softcap)
         elif qr.shape[2]:
-            at = torch.tensor([skipped], device=q.device)
-            out = suffix_attention(qr, kr, vr, at, scale=spans.scale, window=spans.window, softcap=spans.softcap)
+            first = torch.tensor([skipped], device=q.device)
+            mask = suffix_mask(first, qr.shape[2], kr.shape[2], spans.window, False, q.dtype)
+            out = suffix_attention(qr, kr, vr, mask, scale=spans.scale, softcap=spans.softcap)
         else:
             continue
         parts.append(out[0].transpose(0, 1))

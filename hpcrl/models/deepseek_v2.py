@@ -43,6 +43,7 @@ def _lacks(model: Mapping[str, Any]) -> Iterator[str]:
 
 FAMILY = Family(
     model_types=("deepseek_v2",),
+    measured_layers=True,
     decoder=Decoder(mlp_bias_key="mlp_bias"),
     read=_read,
     router=_router,

@@ -5,6 +5,7 @@ from hpcrl.models.shape import Decoder
 
 FAMILY = Family(
     model_types=("ernie4_5",),
+    measured_layers=True,
     decoder=Decoder(
         qkv_bias_key="use_bias",
         out_bias_key="use_bias",

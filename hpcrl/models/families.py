@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Container, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,7 @@ from hpcrl.models import (
     xlstm,
 )
 from hpcrl.models.family import Family
-from hpcrl.models.from_transformers import built_shape
+from hpcrl.models.from_transformers import built_shape, source_of
 from hpcrl.models.grouped import grouped_shape
 from hpcrl.models.shape import CannotPlanError, ModelShape
 from hpcrl.models.vision import TINY, Vision, read_vision
@@ -92,7 +93,8 @@ def read_shape(config: Mapping[str, Any]) -> ModelShape:
     family = family_of(name)
     if family.decoder is None:
         return built_shape(config, sees=family.vision is not None and "vision_config" in config)
-    return (family.read or grouped_shape)(str(name), family.decoder, config)
+    shape = (family.read or grouped_shape)(str(name), family.decoder, config)
+    return replace(shape, source=source_of(config)) if family.measured_layers else shape
 
 
 def shape_of(folder: str | None, key: str) -> ModelShape:

@@ -52,6 +52,9 @@ class Family:
     """The decoder's properties that do not depend on config.json; if None, memory of its models is not planned."""
     read: Callable[[str, Decoder, Mapping[str, Any]], ModelShape] | None = None
     """Called with model_type, decoder and config.json; None stands for hpcrl.models.grouped.grouped_shape."""
+    measured_layers: bool = False
+    """Whether the plan measures its layers' memory on the meta device (hpcrl.planner.layer_memory) instead of computing
+    it by formulas, as for every family without a decoder."""
     router: Callable[[Mapping[str, Any]], ExpertRouter] = softmax_router
     """Called with the config.json of a mixture of experts."""
     native: bool = False

@@ -61,8 +61,12 @@ def built_shape(config: Mapping[str, Any], sees: bool = False) -> ModelShape:
     for key in CHECKED:
         if keys.get(key) is not None and (wrong := wrong_size(key, keys[key])):
             raise CannotPlanError(f"{key} in config.json is {wrong}")
-    text = json.dumps({k: v for k, v in config.items() if k != "quantization_config"}, sort_keys=True)
-    return _built(Source(text, sees))
+    return _built(source_of(config, sees))
+
+
+def source_of(config: Mapping[str, Any], sees: bool = False) -> Source:
+    """What the model is built from; `sees` as above."""
+    return Source(json.dumps({k: v for k, v in config.items() if k != "quantization_config"}, sort_keys=True), sees)
 
 
 @functools.lru_cache(maxsize=32)

@@ -26,6 +26,7 @@ MIXTURE = Mixture(
 )
 FAMILY = Family(
     model_types=("glm4_moe",),
+    measured_layers=True,
     decoder=Decoder(qkv_bias_key="attention_bias", reads_qk_norm=True, experts=True, partly_rotated=True),
     read=functools.partial(grouped_shape, mixture=MIXTURE),
     router=sigmoid_router,

@@ -79,6 +79,7 @@ def _lacks(model: Mapping[str, Any]) -> Iterator[str]:
 
 FAMILY = Family(
     model_types=("gpt_oss",),
+    measured_layers=True,
     decoder=Decoder(
         reads_bias=True,
         attention_bias=True,

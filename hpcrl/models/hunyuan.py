@@ -5,6 +5,7 @@ from hpcrl.models.shape import Decoder
 
 FAMILY = Family(
     model_types=("hunyuan_v1_dense",),
+    measured_layers=True,
     decoder=Decoder(
         reads_bias=True,
         qk_norm=True,

@@ -26,6 +26,7 @@ def _lacks(model: Mapping[str, Any]) -> Iterator[str]:
 
 FAMILY = Family(
     model_types=("mixtral",),
+    measured_layers=True,
     decoder=Decoder(experts=True, files=ExpertFiles("block_sparse_moe.", "w1", "w3", "w2"), windows="all"),
     read=functools.partial(grouped_shape, mixture=MIXTURE),
     router=normalised_router,

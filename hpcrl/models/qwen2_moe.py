@@ -45,6 +45,7 @@ def _options(model: Mapping[str, Any]) -> dict[str, Any]:
 
 FAMILY = Family(
     model_types=("qwen2_moe",),
+    measured_layers=True,
     decoder=Decoder(
         qkv_bias=True,
         qkv_bias_key="qkv_bias",

@@ -5,6 +5,7 @@ from hpcrl.models.shape import Decoder
 
 FAMILY = Family(
     model_types=("seed_oss",),
+    measured_layers=True,
     decoder=Decoder(
         qkv_bias=True,
         qkv_bias_key="attention_bias",

@@ -13,6 +13,8 @@ from hpcrl.spec import freeze
 from hpcrl.spec.lora import STACKED, A, B, matches, unknown, unmatched
 
 HEAD = "lm_head.weight"
+EMBEDDING = re.compile(r"(embed\w*|wpe|wte)\.weight$")
+"""The name of a table outside the layers."""
 ROUTER = re.compile(r"\.(gate|router)\.[^.]+$")
 """In the name of a router's parameter, in a layer with experts."""
 
@@ -82,7 +84,8 @@ def parts(shape: ModelShape) -> dict[str, str]:
         if parameter.name.startswith(PREFIX):
             return part_of(parameter.name)
         if parameter.layer is None:
-            return "embeddings" if parameter.split == "vocabulary" and parameter.name != HEAD else "decoder"
+            is_table = parameter.split == "vocabulary" or EMBEDDING.search(parameter.name)
+            return "embeddings" if is_table and parameter.name != HEAD else "decoder"
         return "router" if parameter.layer in shape.expert_layers and ROUTER.search(parameter.name) else "decoder"
 
     return {parameter.name: part(parameter) for parameter in shape.parameters}

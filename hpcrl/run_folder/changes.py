@@ -41,7 +41,8 @@ MAY_CHANGE = (
     "layout",
 )
 """Keys (with all below them) that may differ between attempts, in addition to division_keys(): they change how long and
-where a run continues, not its results. A new max_steps also stretches a cosine or linear lr schedule from then on."""
+where a run continues, not its results. A new max_steps also stretches a cosine, linear or wsd lr schedule from then
+on."""
 _ABSENT = object()
 
 

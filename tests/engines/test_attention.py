@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hpcrl.engines import blocked_attention
-from hpcrl.engines.blocked_attention import causal_attention, suffix_attention
+from hpcrl.engines.blocked_attention import causal_attention, suffix_attention, suffix_mask
 from hpcrl.engines.train.fsdp2.packed_attention import PackedLayout, Reach, _Pad, packed_attention
 from hpcrl.engines.train.fsdp2.prefix_tree import Shared, share_prefixes
 from tests.engines.worlds import make_batch
@@ -149,7 +149,8 @@ def test_last_queries_of_rows_match_the_formula(
     queries = torch.stack(
         [q[row, :, [min(int(first[row]) + i, n - 1) for i in range(9)]] for row, n in enumerate(lengths)]
     )
-    out = suffix_attention(queries, k, v, first, scale=0.6, window=window, softcap=softcap, sinks=sinks)
+    mask = suffix_mask(first, 9, 21, window, sinks is not None, q.dtype)
+    out = suffix_attention(queries, k, v, mask, scale=0.6, softcap=softcap, sinks=sinks)
     found = torch.cat([out[row, :, : n - first[row]] for row, n in enumerate(lengths)], 1)
     weights = torch.linspace(-1, 1, found.numel()).view(found.shape)
     for got, want in zip(*(torch.autograd.grad((x * weights).sum(), (q, k, v)) for x in (found, wanted)), strict=True):

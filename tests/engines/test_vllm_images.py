@@ -236,7 +236,7 @@ def test_adapters_of_the_tower_change_what_it_sees(family: str, answered: Callab
     work = answered(QWEN)
     folder = work / family
     model: Any = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
-    model.load_state_dict(Adapters(EVERYWHERE).merged(dict(model.state_dict()) | adapter_weights(folder)))
+    model.load_state_dict(Adapters(EVERYWHERE).merged(dict(model.state_dict()) | adapter_weights(folder), model))
     for answer in torch.load(work / "adapted", weights_only=False):
         assert np.abs(answer.output.gen_logprobs - of_transformers(folder, model, answer)).max() < 1e-5
 

@@ -72,7 +72,7 @@ class Adapters:
     def _linear_layers(self, hf: PreTrainedModel) -> dict[str, nn.Linear]:
         """The linear layers of config.parts by name."""
         inside = {id(module) for module in hf.get_decoder().modules()}
-        others = {id(module) for module in (*routers(hf), hf.get_output_embeddings())}
+        others = {id(hf.get_output_embeddings()), *(id(part) for router in routers(hf) for part in router.modules())}
         found: dict[str, dict[str, nn.Linear]] = {"decoder": {}, "vision": {}, "merger": {}}
         for name, module in hf.named_modules():
             if isinstance(module, nn.Linear) and id(module) not in others:

@@ -32,10 +32,10 @@ def make_optimizer(
     kind: type[torch.optim.AdamW] = SPEC.optimizers[config.optimizer].load()
     takes = kind.takes if issubclass(kind, ForMatrices) else lambda parameter: False
     biases = {id(p) for name, p in hf.named_parameters() if name.endswith("bias")}
-    special = {id(p) for p in in_layers(hf) if is_matrix(p) and id(p) not in biases and takes(p)}
+    still = {id(p) for name, p in hf.named_parameters() if name in idle}
+    special = {id(p) for p in in_layers(hf) if is_matrix(p) and takes(p)} - biases - still
     parameters = [p for p in hf.parameters() if p.requires_grad]
     rest = [p for p in parameters if id(p) not in special]
-    still = {id(p) for name, p in hf.named_parameters() if name in idle}
     shrinks = {id(p) for p in rest if is_matrix(p)} - still - biases
     decayed = {"weight_decay": config.weight_decay}
     groups: list[dict[str, Any]] = [

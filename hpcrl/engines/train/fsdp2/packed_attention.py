@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -23,13 +23,14 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
 
 from hpcrl.engines import varlen
-from hpcrl.engines.blocked_attention import causal_attention, masked_attention, suffix_attention
+from hpcrl.engines.blocked_attention import causal_attention, masked_attention, suffix_attention, suffix_mask
 from hpcrl.engines.train.fsdp2.exchange import TokenRanks, heads_to_tokens, tokens_to_heads
 from hpcrl.engines.train.fsdp2.prefix_tree import Shared
 from hpcrl.rollout.device_copies import to_device
 
 PACKED_ATTENTION = "hpcrl_packed"
 MAX_PADDING = 1 / 8  # maximum share of padding in a row of a block
+MAX_MASKED = 1 << 24  # maximum pairs of queries and keys in masks for common prefixes
 MIN_PADDING_TOKENS = 8  # always allowed, since blocks of short rows cost less than many kernel calls
 
 
@@ -104,11 +105,20 @@ class Block:
     queries: int
     length: int
     first: Tensor | None
+    masks: dict[tuple[object, ...], Tensor] = field(default_factory=dict)
 
     @property
     def rows(self) -> int:
         """Number of sequences."""
         return len(self.indices)
+
+    def mask(self, window: int | None, sinks: bool, dtype: torch.dtype) -> Tensor:
+        """suffix_mask(), made once for all layers of a kind."""
+        assert self.first is not None
+        key = (window, sinks, dtype)
+        if key not in self.masks:
+            self.masks[key] = suffix_mask(self.first, self.queries, self.length, *key)
+        return self.masks[key]
 
 
 @dataclass(frozen=True)
@@ -222,8 +232,10 @@ class PackedLayout:
 
     @cached_property
     def own_queries(self) -> Padded:
-        """Each packed token as query once: the sequences without their skipped tokens, whose keys they see."""
-        return self._pad(self._skipped) if self.shares else self.padded
+        """Each packed token as query once: the sequences without their skipped tokens, whose keys they see. If their
+        masks would be too large, as `padded`."""
+        sizes = (n * (n - skipped) for n, skipped in zip(self._lengths, self._skipped, strict=True) if skipped)
+        return self._pad(self._skipped) if self.shares and sum(sizes) <= MAX_MASKED else self.padded
 
     def _pad(self, skipped: Sequence[int], max_padding: float = MAX_PADDING) -> Padded:
         """Sequences with similar numbers of tokens and of queries form a block."""
@@ -408,8 +420,8 @@ def by_blocks(
         if numbers is not None:
             out = masked_attention(qb, kb, vb, visible_keys(numbers, window), scale, softcap, sinks)
         elif block.first is not None:
-            first = block.first
-            out = suffix_attention(qb, kb, vb, first, scale=scale, window=window, softcap=softcap, sinks=sinks)
+            mask = block.mask(window, sinks is not None, q.dtype)
+            out = suffix_attention(qb, kb, vb, mask, scale=scale, softcap=softcap, sinks=sinks)
         else:
             out = causal_attention(qb, kb, vb, scale=scale, window=window, softcap=softcap, sinks=sinks)
         outputs.append(out.transpose(1, 2).flatten(0, 1))

@@ -60,7 +60,8 @@ class RouterBias:
         biases = torch.stack([router.expert_bias for router in self._routers])
         moved = get_updated_expert_bias(torch.stack(self._counts), biases, self._rate)
         for router, bias in zip(self._routers, moved, strict=True):
-            router.expert_bias.copy_(bias)
+            if router.weight.requires_grad:  # not frozen
+                router.expert_bias.copy_(bias)
 
 
 def _count(

@@ -305,7 +305,7 @@ class HFWeights:
                 str(self._dtype(run[0], dtype)).removeprefix("torch."),
                 self.table.shapes[name],
                 self._parts_of(run, name),
-                name in self._frozen,
+                name in self._frozen and not run[0].name.endswith(EXPERT_BIAS),  # which may change
             )
             for stage in range(len(self._stages))
             for run in self._runs(stage)
