@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
@@ -81,14 +82,19 @@ def test_help_and_plan_show_the_added_parts(site: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+often = functools.partial(pytest.param, marks=pytest.mark.soak)
+
+
 @pytest.mark.parametrize(
     ("words", "line"),
     [
         (["algorithm.shrink=2"], "algorithm.shrink: expected at most 1, got 2"),
-        (["algorithm.shrnk=0.1"], "algorithm.shrnk: unknown key; did you mean algorithm.shrink?"),
-        (["curriculum.enough=0"], "curriculum.enough: 0 is reached at once; use more"),
-        (["rollout.group_size=1"], "rollout.group_size: leave_one_out compares the responses of a group"),
-        (["reward.default.options.least=1"], "reward.default: options: there is no option 'least' (there are: most)"),
+        often(["algorithm.shrnk=0.1"], "algorithm.shrnk: unknown key; did you mean algorithm.shrink?"),
+        often(["curriculum.enough=0"], "curriculum.enough: 0 is reached at once; use more"),
+        often(["rollout.group_size=1"], "rollout.group_size: leave_one_out compares the responses of a group"),
+        often(
+            ["reward.default.options.least=1"], "reward.default: options: there is no option 'least' (there are: most)"
+        ),
         (["model.tiny.architecture=llama"], "the counting generator supports qwen2, not llama"),
         (
             ["trainer.megatron.tensor_parallel=2"],

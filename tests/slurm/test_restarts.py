@@ -96,6 +96,7 @@ def test_a_job_suspended_for_long_continues(cluster: Any, tmp_path: Path, tiny: 
     assert run.restarts == 0 and before < 30 == step_of(run.dir)
 
 
+@pytest.mark.soak
 def test_a_job_step_that_lost_its_daemon_is_killed(cluster: Any, tmp_path: Path, tiny: list[str]) -> None:
     """slurmstepd is killed, for example for lack of memory: srun does not notice and would wait forever."""
     words = ["timeouts.command_s=20", "timeouts.grace_s=1", "save_every=2", "max_steps=40"]

@@ -230,6 +230,7 @@ def test_an_interrupted_submission_leaves_no_job(idle: Any, tmp_path: Path, tiny
     wait_until(lambda: not idle.run("squeue", "-h").strip(), lambda: idle.run("squeue"), timeout_s=20)
 
 
+@pytest.mark.soak
 def test_a_truncated_script_does_no_harm(idle: Any, tmp_path: Path, tiny: list[str]) -> None:
     """Cut at every stage, as a full disk would: the job ends, starts no rank, and the run resumes as if it had not
     existed."""
