@@ -90,7 +90,8 @@ def test_every_experiment_is_valid_and_sets_no_unused_key(name: str) -> None:
     if config.learns and config.trainer.param_dtype == "bfloat16":  # in which trainer and generator differ by rounding
         assert config.algorithm.correction != "none"
         assert config.trainer.head_dtype == config.generator.head_dtype == "float32"
-        assert config.trainer.router_replay == (config.model.path is not None and "-A" in config.model.path)
+        mixtures = ("-A", "gpt-oss", "GLM-4.5", "DeepSeek-V3")
+        assert config.trainer.router_replay == any(name in (config.model.path or "") for name in mixtures)
 
 
 def test_every_conf_file_describes_itself() -> None:

@@ -20,9 +20,9 @@ from hpcrl.models.shape import (
     Latent,
     LayerCache,
     ModelShape,
+    ModelSource,
     Parameter,
     ParameterSplit,
-    Source,
     decoder_keys,
     wrong_size,
 )
@@ -64,17 +64,19 @@ def built_shape(config: Mapping[str, Any], sees: bool = False) -> ModelShape:
     return _built(source_of(config, sees))
 
 
-def source_of(config: Mapping[str, Any], sees: bool = False) -> Source:
+def source_of(config: Mapping[str, Any], sees: bool = False) -> ModelSource:
     """What the model is built from; `sees` as above."""
-    return Source(json.dumps({k: v for k, v in config.items() if k != "quantization_config"}, sort_keys=True), sees)
+    return ModelSource(
+        json.dumps({k: v for k, v in config.items() if k != "quantization_config"}, sort_keys=True), sees
+    )
 
 
 @functools.lru_cache(maxsize=32)
-def _built(source: Source) -> ModelShape:
+def _built(source: ModelSource) -> ModelShape:
     return _read(empty_model(source), source)
 
 
-def empty_model(source: Source, dtype: str = "bfloat16") -> Any:
+def empty_model(source: ModelSource, dtype: str = "bfloat16") -> Any:
     """The model on the meta device. CannotPlanError as above."""
     content = json.loads(source.config)
     name = content.get("model_type")
@@ -125,7 +127,7 @@ def decoder_layers(model: Any) -> tuple[str, Any]:
     return max(lists, key=lambda each: len(each[1]))
 
 
-def _read(model: Any, source: Source) -> ModelShape:
+def _read(model: Any, source: ModelSource) -> ModelShape:
     text = model.config.get_text_config(decoder=True)
     prefix, layers = decoder_layers(model)
     heads = _int(text, "num_attention_heads", default=1)

@@ -149,7 +149,7 @@ class Latent:
 
 
 @dataclass(frozen=True)
-class Source:
+class ModelSource:
     """The text of a config.json, and whether the model is built with its vision tower."""
 
     config: str
@@ -202,7 +202,7 @@ class ModelShape:
     """Of each layer; empty if all layers have keys and values of key_size, or the latents of `latent`."""
     linear: frozenset[str] | None = None
     """Names of all linear layers' matrices; None if they are those with a split in `parameters`."""
-    source: Source | None = None
+    source: ModelSource | None = None
     """From what transformers built the model (hpcrl.models.from_transformers); None if the family's file lists it."""
 
     @cached_property

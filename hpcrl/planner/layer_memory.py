@@ -16,7 +16,7 @@ from itertools import accumulate
 from typing import Any, cast
 
 from hpcrl.models.from_transformers import decoder_layers, empty_model, quiet
-from hpcrl.models.shape import Source
+from hpcrl.models.shape import ModelSource
 
 ATTENTION = "hpcrl_measured"
 
@@ -37,13 +37,13 @@ class LayerMemory:
 
 
 @functools.lru_cache(maxsize=64)
-def measured_layers(source: Source, length: int, dtype: str) -> tuple[LayerMemory, ...]:
+def measured_layers(source: ModelSource, length: int, dtype: str) -> tuple[LayerMemory, ...]:
     """Of each layer, for one row of this length; empty if the model's code does not run on the meta device."""
     # Attention with a mask, such as over an indexer's choice of keys, runs as the model's code does without kernels.
     return _measured_with(source, length, dtype, ATTENTION) or _measured_with(source, length, dtype, "eager")
 
 
-def _measured_with(source: Source, length: int, dtype: str, attention: str) -> tuple[LayerMemory, ...]:
+def _measured_with(source: ModelSource, length: int, dtype: str, attention: str) -> tuple[LayerMemory, ...]:
     import torch
 
     model = empty_model(source, dtype)

@@ -67,8 +67,8 @@ class Pair:
         assert weights is not None
         own = [weights.embedding, weights.head, weights.norm]
         for layer in weights.layers:
-            own += [getattr(layer, name) for name in layer.__slots__ if isinstance(getattr(layer, name), torch.Tensor)]
-            own += [getattr(layer.mlp, name) for name in layer.mlp.__slots__]
+            parts = [(part, name) for part in (layer, layer.mlp) for name in part.__slots__]
+            own += [tensor for part, name in parts if isinstance(tensor := getattr(part, name), torch.Tensor)]
         sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in own}
         return sum(size for at, size in sizes.items() if at not in self.addresses()) / sum(sizes.values())
 

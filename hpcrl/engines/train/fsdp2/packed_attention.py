@@ -97,7 +97,7 @@ class Shown:
 
 
 @dataclass(frozen=True)
-class Block:
+class AttentionBlock:
     """Sequences that attention computes together: `indices` of sequences, and numbers of queries and of keys per
     sequence. `first`, int64 [rows], is the position of each sequence's first query; None if all are 0."""
 
@@ -126,7 +126,7 @@ class Padded:
     """Blocks, those with the most queries first, and the tokens of all of their queries and keys, concatenated; padding
     repeats a sequence's last token."""
 
-    blocks: list[Block]
+    blocks: list[AttentionBlock]
     queries: Shown
     keys: Shown
 
@@ -254,7 +254,7 @@ class PackedLayout:
             first = None
             if skipped[rows[0]]:
                 first = to_device(torch.tensor([skipped[row] for row in rows]), self._device)
-            blocks.append(Block(rows, queries, longest, first))
+            blocks.append(AttentionBlock(rows, queries, longest, first))
             parts.append((self._slots(rows, skipped, queries), self._slots(rows, [0] * len(lengths), longest)))
         own, every = (
             Shown(self._places[torch.cat(tokens)], torch.cat(real), self._device)
