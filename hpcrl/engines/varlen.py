@@ -59,7 +59,9 @@ class Setting:
 def sequence_by_sequence(q: Tensor, k: Tensor, v: Tensor, spans: Spans) -> Tensor:
     """See Attend. Calls causal_attention() or suffix_attention() for each sequence; the reference for the kernels."""
     parts = []
-    for own, keys in zip(pairwise(spans.starts.tolist()), pairwise(spans.key_starts.tolist()), strict=True):
+    starts = spans.starts.tolist()
+    key_starts = starts if spans.key_starts is spans.starts else spans.key_starts.tolist()
+    for own, keys in zip(pairwise(starts), pairwise(key_starts), strict=True):
         pairs = ((q, own), (k, keys), (v, keys))
         qr, kr, vr = (x[first:end].transpose(0, 1)[None] for x, (first, end) in pairs)
         skipped = kr.shape[2] - qr.shape[2]

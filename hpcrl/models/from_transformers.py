@@ -86,7 +86,7 @@ def empty_model(source: ModelSource, dtype: str = "bfloat16") -> Any:
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     except ImportError as error:
         raise CannotPlanError(f"model_type {name!r} needs transformers to be planned: {error}") from None
-    if name not in CONFIG_MAPPING:
+    if not isinstance(name, str) or name not in CONFIG_MAPPING:
         raise CannotPlanError(f"its parameters are not known for model_type {name!r}, which transformers does not have")
     try:
         with quiet(), torch.device("meta"):

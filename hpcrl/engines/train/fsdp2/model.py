@@ -26,7 +26,13 @@ from hpcrl.engines.train.fsdp2.images import ImageInputs
 from hpcrl.engines.train.fsdp2.logits import Head, token_logprobs
 from hpcrl.engines.train.fsdp2.lora import Adapters
 from hpcrl.engines.train.fsdp2.model_kind import CAUSAL, Kind, body_of
-from hpcrl.engines.train.fsdp2.packed_attention import PACKED_ATTENTION, PackedLayout, PositionsAsCache, visible_keys
+from hpcrl.engines.train.fsdp2.packed_attention import (
+    PACKED_ATTENTION,
+    PackedLayout,
+    PositionsAsCache,
+    sequences_are_known,
+    visible_keys,
+)
 from hpcrl.engines.train.fsdp2.row_attention import chooses_keys, use_own_attention
 from hpcrl.engines.train.fsdp2.row_mixers import RowMixers, mixers_of
 from hpcrl.engines.train.fsdp2.spec import unpackable
@@ -190,7 +196,8 @@ class PackedCausalLM(nn.Module):
             packed |= self._seen(token_ids, images)
             if layout is None and images.numbers is not None:
                 packed["attention_mask"] = self._masks(images.numbers, images.both_ways, packed["inputs_embeds"].dtype)
-        hidden = decoder(use_cache=False, **packed).last_hidden_state[0]
+        with contextlib.nullcontext() if layout is None else sequences_are_known():
+            hidden = decoder(use_cache=False, **packed).last_hidden_state[0]
         return hidden.index_select(0, before), mine
 
     def _masks(self, numbers: Tensor, both_ways: BothWays, dtype: torch.dtype) -> dict[str, Tensor]:

@@ -11,8 +11,9 @@ once, its queries are computed once, and its keys and values are shown in each s
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, masking_utils
 
 from hpcrl.engines import varlen
 from hpcrl.engines.blocked_attention import causal_attention, masked_attention, suffix_attention, suffix_mask
@@ -73,6 +74,18 @@ class PositionsAsCache:
     def update(self, keys: Tensor, values: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
         """Part of transformers' caches."""
         return keys, values
+
+
+@contextlib.contextmanager
+def sequences_are_known() -> Iterator[None]:
+    """Context in which transformers' masks do not search positions for packed sequences, which waits for the device:
+    packed attention has their layout."""
+    own = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = own
 
 
 class Shown:
