@@ -35,6 +35,7 @@ class Spans(NamedTuple):
     scale: float = 1.0
     window: int | None = None
     softcap: float | None = None
+    sinks: Tensor | None = None  # which no kernel supports
 
 
 Attend = Callable[[Tensor, Tensor, Tensor, Spans], Tensor]
@@ -66,11 +67,13 @@ def sequence_by_sequence(q: Tensor, k: Tensor, v: Tensor, spans: Spans) -> Tenso
         qr, kr, vr = (x[first:end].transpose(0, 1)[None] for x, (first, end) in pairs)
         skipped = kr.shape[2] - qr.shape[2]
         if not skipped:
-            out = causal_attention(qr, kr, vr, scale=spans.scale, window=spans.window, softcap=spans.softcap)
+            out = causal_attention(
+                qr, kr, vr, scale=spans.scale, window=spans.window, softcap=spans.softcap, sinks=spans.sinks
+            )
         elif qr.shape[2]:
             first = torch.tensor([skipped], device=q.device)
-            mask = suffix_mask(first, qr.shape[2], kr.shape[2], spans.window, False, q.dtype)
-            out = suffix_attention(qr, kr, vr, mask, scale=spans.scale, softcap=spans.softcap)
+            mask = suffix_mask(first, qr.shape[2], kr.shape[2], spans.window, spans.sinks is not None, q.dtype)
+            out = suffix_attention(qr, kr, vr, mask, scale=spans.scale, softcap=spans.softcap, sinks=spans.sinks)
         else:
             continue
         parts.append(out[0].transpose(0, 1))

@@ -49,7 +49,8 @@ class Family:
     model_types: tuple[str, ...]
     """The values of model_type in config.json."""
     decoder: Decoder | None = None
-    """The decoder's properties that do not depend on config.json; if None, memory of its models is not planned."""
+    """The decoder's properties that do not depend on config.json; if None, transformers builds the models of which the
+    plan reads sizes and parameters (hpcrl.models.from_transformers)."""
     read: Callable[[str, Decoder, Mapping[str, Any]], ModelShape] | None = None
     """Called with model_type, decoder and config.json; None stands for hpcrl.models.grouped.grouped_shape."""
     measured_layers: bool = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -59,29 +60,37 @@ def test_steps_match_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     """All other weights get AdamW's step, bit for bit."""
     monkeypatch.setattr(Tensor, "bfloat16", lambda tensor: tensor)  # to which torch rounds its iterations
     folder = make_model_folder("qwen2", tmp_path / "model", tie_word_embeddings=False)
+    settings = {"lr": 1e-2, "weight_decay": 0.1, "adjust_lr_fn": "match_rms_adamw"}
     with process_group(0, 1, str(tmp_path / "world")):
-        engine, adamw = make(folder), make(folder, "adamw")
-        before = dict(engine.named_weights())
-        matrices = {name for name, tensor in before.items() if "layers" in name and tensor.ndim == 2}
-        assert len(matrices) == 14 and len(before) > 14
-        reference = {name: torch.nn.Parameter(before[name].clone()) for name in matrices}
-        settings = {"lr": 1e-2, "weight_decay": 0.1, "adjust_lr_fn": "match_rms_adamw"}
-        torchs = torch.optim.Muon(reference.values(), **settings)
-        batch = make_batch(LENGTHS)
-        for step in range(3):
-            engine.accumulate(batch, [[0, 1, 2, 3]], Weighted(0.7), norms_of(batch))
-            for name, parameter in reference.items():
-                parameter.grad = engine.weights[name].grad.clone()  # type: ignore[union-attr]
-            engine._update()
-            torchs.step()
-            weights = dict(engine.named_weights())
-            for name, parameter in reference.items():
-                moved = (parameter.detach() - before[name]).abs().max()
-                assert (weights[name] - parameter.detach()).abs().max() < 1e-3 * moved, (step, name)
-                assert moved > 1e-3
-            if step == 0:
-                other = train(adamw)
-                assert all(torch.equal(weights[name], other[name]) == (name not in matrices) for name in weights)
+        matrices = check_steps(folder, "muon", lambda weights: torch.optim.Muon(weights, **settings), 1e-3)
+    assert len(matrices) == 14
+
+
+def check_steps(
+    folder: Path, optimizer: str, make_reference: Callable[[Iterable[Tensor]], Any], tolerance: float
+) -> dict[str, Tensor]:
+    """Compare three steps of the layers' matrices with another optimizer's, within a part of the movement, and the
+    other weights with AdamW's; returns the matrices before the steps."""
+    engine, adamw = make(folder, optimizer), make(folder, "adamw")
+    before = {n: t for n, t in dict(engine.named_weights()).items() if "layers" in n and t.ndim >= 2}
+    reference = {name: torch.nn.Parameter(tensor.clone()) for name, tensor in before.items()}
+    other, batch = make_reference(reference.values()), make_batch(LENGTHS)
+    for step in range(3):
+        engine.accumulate(batch, [[0, 1, 2, 3]], Weighted(0.7), norms_of(batch))
+        for name, parameter in reference.items():
+            parameter.grad = engine.weights[name].grad.clone()  # type: ignore[union-attr]
+        engine._update()
+        other.step()
+        weights = dict(engine.named_weights())
+        for name, parameter in reference.items():
+            moved = (parameter.detach() - before[name]).abs().max()
+            assert (weights[name] - parameter.detach()).abs().max() < tolerance * moved, (step, name)
+            assert moved > 1e-3
+        if step == 0:
+            after = train(adamw)
+            assert len(weights) > len(before)
+            assert all(torch.equal(weights[name], after[name]) == (name not in before) for name in weights)
+    return before
 
 
 def test_a_critics_head_is_trained_by_adamw(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import RowParallelLinear, gather_from_sequence_parallel_region
@@ -99,12 +98,9 @@ class PackedAttention(nn.Module):
     ) -> Tensor:
         """[T / ranks, heads x D]. Sequences begin at packed_seq_params.cu_seqlens_q, counted over all ranks' tokens."""
         starts = packed_seq_params.cu_seqlens_q
-        if self.group.size() == 1 and self.softmax_offset is not None:
-            spans_of = pairwise(starts.tolist())
-            return torch.cat([self._chunk(query[a:b], key[a:b], value[a:b]) for a, b in spans_of]).flatten(1)
         if self.group.size() == 1:
             longest = packed_seq_params.max_seqlen_q
-            spans = Spans(starts, longest, starts, longest, self.scale, self.window)
+            spans = Spans(starts, longest, starts, longest, self.scale, self.window, sinks=self.softmax_offset)
             return sequence_by_sequence(query, key, value, spans).flatten(1)
         ranks, rank = self.group.size(), dist.get_rank(self.group)
         widths = (key.shape[-1], value.shape[-1])
@@ -127,16 +123,5 @@ class PackedAttention(nn.Module):
         visible = torch.ones(len(query), len(key), dtype=torch.bool, device=query.device).tril(offset)
         if self.window is not None:
             visible = visible.triu(offset + 1 - self.window)
-        if self.softmax_offset is not None:
-            query, key, value = _with_sink(query, key, value, self.softmax_offset / self.scale)
-            visible = F.pad(visible, (1, 0), value=True)
         q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
-        return masked_attention(q, k, v, visible[None, None], self.scale)[0].transpose(0, 1)
-
-
-def _with_sink(query: Tensor, key: Tensor, value: Tensor, scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values with another first key, whose product with any query is the query head's number in
-    `scores` [heads] and whose value is 0. It is the only key with the additional last component, which is 1."""
-    query = torch.cat([query, scores.to(query.dtype)[:, None].expand(*query.shape[:2], 1)], -1)
-    sink = F.pad(key.new_zeros(1, *key.shape[1:]), (0, 1), value=1.0)
-    return query, torch.cat([sink, F.pad(key, (0, 1))]), torch.cat([value.new_zeros(1, *value.shape[1:]), value])
+        return masked_attention(q, k, v, visible[None, None], self.scale, sinks=self.softmax_offset)[0].transpose(0, 1)
