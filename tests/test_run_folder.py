@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -359,6 +360,51 @@ def test_a_key_below_a_permitted_key_may_change(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as refused:
         check_run(other, run, "auto")
     assert len(refused.value.problems) == 3, refused.value.problems
+
+
+def test_another_training_engine_may_continue_a_run(tmp_path: Path) -> None:
+    """With keys of the old and the new engine's section, also for the critic; but not with other keys."""
+    run = tmp_path / "demo"
+    split = {"trainer": {"engine": "fsdp2", "fsdp2": {"packing": "require"}}}
+    close_run(run, open_run(changed(**split), run, "auto").attempt)
+    own = {"tensor_parallel": 2, "aux_loss": 0.1}
+    moved = {"trainer": {"engine": "megatron", "megatron": own}, "critic": {"engine": "deepspeed"}}
+    assert sorted(check_run(changed(**moved), run, "auto").changes) == [
+        'critic.engine: null -> "deepspeed"',
+        'trainer.engine: "fsdp2" -> "megatron"',
+        'trainer.fsdp2.packing: "require" -> "auto"',
+        "trainer.megatron.aux_loss: 0.0 -> 0.1",
+        "trainer.megatron.tensor_parallel: 1 -> 2",
+    ]
+    for other in ({"engine": "fsdp2"}, {"engine": "megatron", "lr": 0.5}, {"engine": "megatron", "deepspeed": own}):
+        with pytest.raises(ConfigError, match="holds a run of another configuration"):
+            check_run(changed(trainer=other), run, "auto")
+
+
+@pytest.mark.parametrize(
+    ("trainer", "engine", "why"),
+    [
+        ({"optimizer": "muon"}, "deepspeed", "the run has trainer.optimizer=muon, and only AdamW's state goes"),
+        (
+            {"lora": {"rank": 8}},
+            "megatron",
+            r"adapters \(trainer.lora.rank=8\), and megatron trains none",
+        ),
+        ({}, "fake", "fake exchanges no checkpoints with other engines"),
+    ],
+)
+def test_an_engine_that_cannot_take_over_the_state_is_refused(
+    tmp_path: Path, trainer: dict, engine: str, why: str
+) -> None:
+    """In a line with both engines and the reason, also if the key that is the reason was changed, too."""
+    run = tmp_path / "demo"
+    close_run(run, open_run(changed(trainer={"engine": "fsdp2", **trainer}), run, "auto").attempt)
+    for others in (trainer, {}):
+        with pytest.raises(ConfigError, match="or resume=fresh") as refused:
+            check_run(changed(trainer={"engine": engine, **others}), run, "auto")
+        lines = [line for line in refused.value.problems if line.startswith("  trainer.engine: ")]
+        (line,) = lines
+        assert re.fullmatch(rf'  trainer.engine: "fsdp2" -> "{engine}": .*{why}.*', line), line
 
 
 def test_a_run_of_an_earlier_version_resumes(tmp_path: Path) -> None:

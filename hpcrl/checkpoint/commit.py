@@ -28,6 +28,8 @@ FORMAT = 2
 UNSEALED = 1
 """The format before manifests had their own checksum."""
 MANIFEST = "manifest.json"
+METADATA = ".metadata"
+"""The index file of a torch.distributed.checkpoint checkpoint."""
 LATEST = "LATEST"
 LEFTOVER = re.compile(r"step_(\d{6,})\.(tmp|abandoned)-.+")
 READ_BYTES = 16 << 20

@@ -25,7 +25,7 @@ from hpcrl.messaging.dispatcher import Controller, RankFailed, Started
 from hpcrl.messaging.messages import CheckFiles, FinishCheck, FinishSave, LoadPending, LoadState, SavePending, SaveState
 from hpcrl.metrics.stats import Stats, merge, scalar
 from hpcrl.rollout.pending import drop_others
-from hpcrl.run_folder import check_owner, division_keys
+from hpcrl.run_folder import ENGINE_KEYS, check_owner, division_keys
 from hpcrl.spec.tables import ROLES
 from hpcrl.system.files import write_durably
 
@@ -320,7 +320,8 @@ def _explained(what: str, kind: type[Exception]) -> Iterator[None]:
 def _world(config: Config, layout: RoleLayout) -> dict[str, Any]:
     """Further conditions of bit-identical results in a deterministic run, by key."""
     values = config.model_dump(mode="json")
-    keys = ("layout.generator.tensor_parallel", "cluster.device", "cluster.threads_per_rank", *division_keys(values))
+    keys = ("layout.generator.tensor_parallel", "cluster.device", "cluster.threads_per_rank", *ENGINE_KEYS)
+    keys += division_keys(values)
     ranks: dict[str, Any] = {f"{role} ranks": list(ranks) for role, ranks in layout.ranks.items()}
     for role, division in layout.divisions.items():
         ranks[_sharing(role)] = len(division.groups[0])
@@ -334,7 +335,8 @@ def _sharing(role: str) -> str:
 def _moved(before: dict[str, Any], now: dict[str, Any]) -> str:
     """Differences from the layout that wrote a checkpoint, as text; empty without any."""
     # Defaults for keys that earlier versions did not write.
-    before = dict.fromkeys(map(_sharing, ROLES), 1) | {f"{role} ranks": [] for role in ROLES} | with_new_keys(before)
+    defaults = dict.fromkeys(map(_sharing, ROLES), 1) | {f"{role} ranks": [] for role in ROLES}
+    before = defaults | {key: now[key] for key in ENGINE_KEYS if key in now} | with_new_keys(before)
     keys = [key for key in now if before.get(key) != now[key]]
     return ", ".join(f"{key} {_shown(before.get(key))} (now {_shown(now[key])})" for key in keys)
 

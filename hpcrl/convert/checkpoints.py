@@ -9,12 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpcrl.checkpoint.commit import MANIFEST, FileEntry, find_latest, first_damage, problem_of
+from hpcrl.checkpoint.commit import MANIFEST, METADATA, FileEntry, find_latest, first_damage, problem_of
 from hpcrl.run_folder import CONFIG, stored_config
 from hpcrl.system.files import steps_in
 
-METADATA = ".metadata"
-"""The index file of a torch.distributed.checkpoint checkpoint."""
 CHECKPOINTS = "checkpoints"
 ITERATION = "latest_checkpointed_iteration.txt"
 DEPTH, MAX_SHOWN = 4, 3

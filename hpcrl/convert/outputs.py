@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from hpcrl.convert.checkpoints import METADATA
+from hpcrl.checkpoint.commit import METADATA
 from hpcrl.convert.sources import ModelWeights, TensorSource
 from hpcrl.convert.streaming import OutFile, Slot, copy_small_files
 from hpcrl.convert.weight_files import CODES, INDEX, SINGLE, header

@@ -5,28 +5,23 @@ They are read by rows, so memory holds only a block of rows and never a full ten
 
 from __future__ import annotations
 
-import re
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from hpcrl.checkpoint.shards import ShardedCheckpoint
 from hpcrl.convert.file_names import FileNames
-from hpcrl.convert.shards import ShardedCheckpoint
 from hpcrl.convert.weight_files import WeightFiles
-from hpcrl.engines.train.megatron.names import EMBEDDING, HEAD, VALUE_HEAD, Entry, NameTable, parts, shard, table
+from hpcrl.engines.train.megatron.names import VALUE_HEAD, Entry, shard, table
+from hpcrl.engines.train.megatron.stored import MegatronWeights, inside_layer, megatron_prefix
 from hpcrl.models.families import family_of
 from hpcrl.spec.lora import is_adapter
 from hpcrl.spec.weight_layout import TensorSlice
-
-MAX_SHOWN = 3
-_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
-_EXPERT = re.compile(r"mlp\.experts\.local_experts\.\d+\.(.*)")
-_NO_WEIGHT = re.compile(r"optimizer\.|chained_\d|rng_state|.*_extra_state|.*rerun_state|mtp\.")
 
 
 class TensorSource(Protocol):
@@ -53,157 +48,6 @@ class TensorSource(Protocol):
 
     def close(self) -> None:
         """Close the files."""
-
-
-@dataclass(frozen=True)
-class _Where:
-    """Location of a table entry in a checkpoint: the tensor, and the indices of layer and expert in its leading
-    dimensions. `names` has two tensors for gate and up if they are stored separately."""
-
-    names: tuple[str, ...]
-    leading: TensorSlice
-
-
-class MegatronWeights:
-    """HF tensors from Megatron's torch_dist. ValueError if the checkpoint does not match config.json."""
-
-    def __init__(self, checkpoint: ShardedCheckpoint, config: Mapping[str, Any]):
-        self._checkpoint = checkpoint
-        prefix = megatron_prefix(checkpoint)
-        assert prefix is not None, "the caller has looked"
-        self._prefix = prefix
-        rows = checkpoint.tensors[prefix + EMBEDDING].shape[0]
-        vocabulary = config.get("vocab_size")
-        if isinstance(vocabulary, int) and rows < vocabulary:
-            raise ValueError(
-                f"{checkpoint.folder}: {prefix + EMBEDDING} has {rows} rows, but config.json vocab_size={vocabulary}: "
-                "the checkpoint is of another model"
-            )
-        self.values = prefix + HEAD.replace("weight", "bias") in checkpoint.tensors
-        local = table(config, "local", padded_vocabulary=rows, values=self.values)
-        fused = table(config, "fused", padded_vocabulary=rows, values=self.values)
-        self._where = self._find(local, fused)
-        self.shapes = local.shapes
-        self._rows: dict[str, list[tuple[Entry, int, int, int]]] = {name: [] for name in self.shapes}
-        self._stacked: dict[str, list[Entry]] = {}  # tensors of all experts, by expert
-        for entry in local.entries:
-            for piece in entry.rows:
-                self._rows[piece.hf].append((entry, piece.first, piece.at, piece.count))
-                if piece.expert == len(of_experts := self._stacked.setdefault(piece.hf, [])):
-                    of_experts.append(entry)
-        self.dtypes = {name: self._dtype(pieces[0][0]) for name, pieces in self._rows.items()}
-
-    def read(self, name: str, first: int, last: int) -> Tensor:
-        """Rows of an HF tensor."""
-        if of_experts := self._stacked[name]:
-            whole = ((entry, self._read(entry, 0, entry.shape[0])) for entry in of_experts[first:last])
-            return torch.cat([values for entry, tensor in whole for _, _, values in parts(entry, tensor)])
-        result: Tensor | None = None
-        for entry, start, at, count in self._rows[name]:
-            low, high = max(first, start), min(last, start + count)
-            if low < high:
-                part = self._read(entry, at + low - start, at + high - start)
-                if (low, high) == (first, last):
-                    return part
-                if result is None:
-                    result = part.new_empty((last - first, *part.shape[1:]))
-                result[low - first : high - first] = part
-        assert result is not None, "a tensor of the table has all its rows"
-        return result
-
-    def check_sums(self, report_progress: Callable[[], None]) -> None:
-        """See TensorSource."""
-        self._checkpoint.check_sums({name for where in self._where.values() for name in where.names}, report_progress)
-
-    def close(self) -> None:
-        """Close the files."""
-        self._checkpoint.close()
-
-    def _dtype(self, entry: Entry) -> torch.dtype:
-        return self._checkpoint.tensors[self._where[entry.name].names[0]].dtype
-
-    def _read(self, entry: Entry, first: int, last: int) -> Tensor:
-        where, parts = self._where[entry.name], []
-        rows = entry.shape[0] // len(where.names)
-        for number, name in enumerate(where.names):
-            low, high = max(first, number * rows), min(last, (number + 1) * rows)
-            if low < high:
-                inside = (low - number * rows, high - number * rows)
-                tensor_slice = (*where.leading, inside, *((0, size) for size in entry.shape[1:]))
-                parts.append(self._checkpoint.read(name, tensor_slice).view(high - low, *entry.shape[1:]))
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-    def _find(self, local: NameTable, fused: NameTable) -> dict[str, _Where]:
-        folder, tensors = self._checkpoint.folder, self._checkpoint.tensors
-        found: dict[str, _Where] = {}
-        missing: list[str] = []
-        wrong: list[str] = []
-        num_layers = 1 + max(entry.layer or 0 for entry in local.entries)
-        num_experts = 1 + max((entry.expert for entry in local.entries if entry.expert is not None), default=0)
-        used: set[str] = set()
-        for entry, other in zip(local.entries, fused.entries, strict=True):
-            for where, shape in _candidates(entry, other, num_layers, num_experts):
-                names = tuple(self._prefix + name for name in where.names)
-                if not all(name in tensors for name in names):
-                    continue
-                used.update(names)
-                if entry.name not in found:
-                    found[entry.name] = _Where(names, where.leading)
-                    if tensors[names[0]].shape != shape:
-                        has = list(tensors[names[0]].shape)
-                        wrong.append(f"{names[0]} has shape {has}, config.json requires {list(shape)}")
-            if entry.name not in found:
-                missing.append(entry.name)
-        extra = sorted(name for name in tensors if name not in used and self._is_weight(name))
-        for problems, what in ((wrong, ""), (missing, "no "), (extra, "config.json has no place for ")):
-            if problems := list(dict.fromkeys(problems)):
-                more = f" (and {len(problems) - MAX_SHOWN} more)" if len(problems) > MAX_SHOWN else ""
-                shown = "; ".join(problems[:MAX_SHOWN])
-                raise ValueError(f"{folder} is a checkpoint of another model: {what}{shown}{more}")
-        return found
-
-    def _is_weight(self, name: str) -> bool:
-        at = name.removeprefix(self._prefix)
-        weights = ("decoder.", EMBEDDING, HEAD)
-        return name.startswith(self._prefix) and at.startswith(weights) and not _NO_WEIGHT.match(at)
-
-
-def megatron_prefix(checkpoint: ShardedCheckpoint) -> str | None:
-    """Prefix of Megatron's names in a checkpoint; None if it has no such names."""
-    names = [name for name in checkpoint.tensors if name.endswith(EMBEDDING) and not _NO_WEIGHT.match(name)]
-    return min(names, key=len).removesuffix(EMBEDDING) if names else None
-
-
-def _candidates(
-    entry: Entry, fused: Entry, num_layers: int, num_experts: int
-) -> Iterator[tuple[_Where, tuple[int, ...]]]:
-    """Possible locations of an entry in torch_dist, with the stored shape: under the names of Megatron's own or
-    Transformer Engine's layers; with layers, experts, and gate and up each stacked in one tensor or separate."""
-    if entry.layer is None:
-        yield _Where((entry.name,), ()), entry.shape
-        return
-    inside = [_inside(entry.name), _inside(fused.name)]
-    if inside[0].startswith("pre_mlp_layernorm"):
-        inside.append("mlp.linear_fc1.layer_norm_weight")  # the name in Megatron's own layers, with or without experts
-    forms: list[tuple[str, TensorSlice, tuple[int, ...]]] = [(name, (), ()) for name in dict.fromkeys(inside)]
-    if entry.expert is not None and (match := _EXPERT.match(inside[0])):
-        at = ((entry.expert, entry.expert + 1),)
-        forms.append((f"mlp.experts.experts.{match[1]}", at, (num_experts,)))
-        forms.append((f"mlp.experts.experts.{entry.expert}.{match[1]}", (), ()))
-    layer = ((entry.layer, entry.layer + 1),)
-    for name, leading, sizes in forms:
-        shape = (*sizes, *entry.shape)
-        yield _Where((f"decoder.layers.{entry.layer}.{name}",), leading), shape
-        yield _Where((f"decoder.layers.{name}",), (*layer, *leading)), (num_layers, *shape)
-        if entry.parts == 2:
-            both = tuple(f"decoder.layers.{entry.layer}.{name}_{which}" for which in "wv")
-            yield _Where(both, leading), (*sizes, entry.shape[0] // 2, *entry.shape[1:])
-
-
-def _inside(name: str) -> str:
-    match = _LAYER.match(name)
-    assert match is not None, name
-    return match[2]
 
 
 def _stored_by_own_layers(entry: Entry, config: Mapping[str, Any]) -> str:
@@ -303,7 +147,7 @@ class ModelWeights:
         layers: list[set[str]] = [set() for _ in range(self.num_layers)]
         for entry in self.table.entries:
             if entry.layer is not None:
-                layers[entry.layer].add(_inside(entry.name))
+                layers[entry.layer].add(inside_layer(entry.name))
         self.homogeneous = all(names == layers[0] for names in layers)
         self.shapes = {name: entry.shape for name, entry in self.entries.items()}
         self.dtypes = {name: self._files.tensors[entry.rows[0].hf].dtype for name, entry in self.entries.items()}

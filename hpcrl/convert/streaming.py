@@ -23,7 +23,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
-from hpcrl.convert.shards import bytes_of
+from hpcrl.checkpoint.shards import bytes_of
 from hpcrl.convert.sources import TensorSource
 from hpcrl.metrics.duration import duration
 from hpcrl.system.files import find_room, fsync_path, naming, remove, rename_durably, write_durably

@@ -11,7 +11,7 @@ succeeds. The highest number owns the run; check_owner verifies this before ever
 commits nothing. A submitted job that still waits also holds the run (slurm/submitted.json).
 """
 
-from hpcrl.run_folder.changes import MAY_CHANGE, division_keys, stored_config
+from hpcrl.run_folder.changes import ENGINE_KEYS, MAY_CHANGE, division_keys, stored_config
 from hpcrl.run_folder.opening import RunState, check_run, open_run
 from hpcrl.run_folder.ownership import SupersededError, check_owner, close_run, lives_as_job, process_lives
 from hpcrl.run_folder.records import (
@@ -43,6 +43,7 @@ from hpcrl.run_folder.records import (
 __all__ = [
     "AGENT",
     "CONFIG",
+    "ENGINE_KEYS",
     "FACTS",
     "FINISHED",
     "LOGS",

@@ -13,6 +13,7 @@ from hpcrl.config import Config, ConfigError, parse
 from hpcrl.config.config_file import arguments_in
 from hpcrl.config.renamed_keys import with_new_names
 from hpcrl.run_folder.records import CONFIG
+from hpcrl.spec.table import SpecError
 from hpcrl.spec.tables import GEN_ENGINES, TRAIN_ENGINES
 
 _DIVISION = (
@@ -36,13 +37,16 @@ MAY_CHANGE = (
     "trackers",
     "tracking",
     "trainer.max_mismatch",
+    "trainer.engine",
+    "critic.engine",
     "timeouts",
     "cluster",
     "layout",
 )
 """Keys (with all below them) that may differ between attempts, in addition to division_keys(): they change how long and
 where a run continues, not its results. A new max_steps also stretches a cosine, linear or wsd lr schedule from then
-on."""
+on. Another engine must be able to take over the state, and its section may differ, too."""
+ENGINE_KEYS = ("trainer.engine", "critic.engine")
 _ABSENT = object()
 
 
@@ -96,13 +100,51 @@ def effective(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 def permitted_changes(config: Mapping[str, Any], folder: Path) -> list[str]:
     """`key: old -> new` for every key that differs from the stored configuration. ConfigError lists the keys that may
     not differ at a resume."""
-    changes = differences(*_complete(read_config(folder), effective(config, folder)))
-    may_change = (*MAY_CHANGE, *division_keys(config))
+    stored, new = _complete(read_config(folder), effective(config, folder))
+    changes = differences(stored, new)
+    sections, obstacle = _of_engines(stored, new)
+    may_change = (*MAY_CHANGE, *division_keys(config), *sections)
     refused = [line for key, line in changes if not is_below(key, may_change)]
+    if obstacle:
+        refused += [f"{line}: {obstacle}" for key, line in changes if key in ENGINE_KEYS]
     if refused:
         head = f"{folder} holds a run of another configuration; use its values, another run_name, or resume=fresh:"
         raise ConfigError([head, *(f"  {line}" for line in refused)])
     return [line for _, line in changes]
+
+
+def _of_engines(stored: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[list[str], str]:
+    """(sections of training engines that may differ because a role has another engine than before, why the new engine
+    cannot take over the old engine's state); empty without another engine, or an obstacle."""
+    pairs = list(zip(_engines(stored), _engines(new), strict=True))
+    changed = dict.fromkeys(name for pair in pairs if pair[0] != pair[1] for name in pair if name)
+    if not changed:
+        return [], ""
+    trainer = stored.get("trainer") or {}
+    optimizer, rank = trainer.get("optimizer", "adamw"), (trainer.get("lora") or {}).get("rank", 0)
+    obstacles, sections = [], []
+    for name in changed:
+        try:
+            spec = TRAIN_ENGINES[name]
+        except SpecError as error:
+            obstacles.append(str(error))
+            continue
+        sections.append(f"trainer.{spec.name if ':' in name else name}")
+        if not spec.exchanges_state:
+            obstacles.append(f"{name} exchanges no checkpoints with other engines")
+        elif rank and not spec.lora:
+            obstacles.append(f"the run trains adapters (trainer.lora.rank={rank}), and {name} trains none")
+    if optimizer != "adamw":
+        obstacles.append(
+            f"the run has trainer.optimizer={optimizer}, and only AdamW's state goes from engine to engine"
+        )
+    return sections, "; ".join(obstacles)
+
+
+def _engines(config: Mapping[str, Any]) -> tuple[str, str]:
+    """The engines of trainer and critic; empty if the configuration does not say."""
+    trainer = str((config.get("trainer") or {}).get("engine") or "")
+    return trainer, str((config.get("critic") or {}).get("engine") or trainer)
 
 
 def is_below(key: str, keys: Iterable[str]) -> bool:

@@ -167,6 +167,9 @@ class TrainEngineSpec(Spec):
     """Whether it can compute the vocabulary projection in float32 in a bfloat16 model (trainer.head_dtype)."""
     optimizers: Mapping[str, Spec] = field(default_factory=lambda: ADAMW)
     """The values of trainer.optimizer that it supports."""
+    exchanges_state: bool = False
+    """Whether it resumes with AdamW's state from checkpoints of other engines that do, and they from its own
+    (hpcrl.engines.train.stored_state)."""
     segments: bool = False
     """Whether it computes the segments of a row (hpcrl.rollout.batch.Batch) separately, for episodes by steps."""
     router_replay: bool = False

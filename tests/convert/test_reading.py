@@ -23,11 +23,12 @@ from hpcrl.checkpoint.commit import Facts, begin, commit, seal_files
 from hpcrl.convert import streaming
 from hpcrl.convert.__main__ import main
 from hpcrl.convert.outputs import hf_files, output_dtypes
-from hpcrl.convert.sources import MegatronWeights, opened
+from hpcrl.convert.sources import opened
 from hpcrl.convert.streaming import Progression
 from hpcrl.engines.tiny import make_tokenizer
 from hpcrl.engines.train.dcp import frame
 from hpcrl.engines.train.megatron.names import shard, table
+from hpcrl.engines.train.megatron.stored import MegatronWeights
 from tests.disks import small_file_system
 
 CONF = Path(__file__).parents[2] / "conf" / "model" / "Qwen"

@@ -99,6 +99,17 @@ def test_three_steps_match_fsdp2(runs: Runs, trainer: str) -> None:
     check_same(runs, trainer)
 
 
+def test_each_step_by_another_engine_matches_fsdp2(runs: Runs) -> None:
+    """The first by FSDP2, the second by Megatron with split matrices, the third by DeepSpeed."""
+    runs.start("switched", "max_steps=1")
+    for engine, before, steps in (("megatron", "fsdp2", 2), ("deepspeed", "megatron", 3)):
+        text = runs.start("switched", *TRAINERS[engine], f"max_steps={steps}")
+        assert f"resumed from step_{steps - 1:06}" in text
+        assert f'changed: trainer.engine: "{before}" -> "{engine}"' in text
+        assert "by another trainer.engine: weights and optimizer are taken over, random state is not" in text
+    check_same(runs, "switched")
+
+
 @pytest.mark.parametrize("trainer", [pytest.param("deepspeed", marks=pytest.mark.soak), "megatron"])
 def test_vllm_generates_the_same_responses_for_every_trainer(runs: Runs, trainer: str) -> None:
     pytest.importorskip("vllm")

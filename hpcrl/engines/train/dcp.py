@@ -47,17 +47,26 @@ def facts(optimizer_step: int, base: Base | None = None) -> bytes:
 
 
 def restore(
-    folder: Path, load_tensors: Callable[[], None], base: Base | None = None, names: Collection[str] | None = None
+    folder: Path,
+    load_tensors: Callable[[], None],
+    base: Base | None = None,
+    names: Collection[str] | None = None,
+    of_other_engine: bool = False,
 ) -> tuple[int, list[str]]:
     """Restore a checkpoint, which any number of ranks has written, with load_tensors(). Returns (optimizer step,
-    warnings). `names` has all weights if load_tensors() would not detect that the checkpoint has more. Collective.
-    ValueError on every rank if the folder is not a trainer's checkpoint, is damaged, belongs to another model, or has
-    adapters for another base."""
+    warnings). `names` has all weights if load_tensors() would not detect that the checkpoint has more. The random state
+    `of_other_engine` is not restored. Collective. ValueError on every rank if the folder is not a trainer's checkpoint,
+    is damaged, belongs to another model, or has adapters for another base."""
     stored = agreed(lambda: readable(folder, lambda: _facts(folder, base)))
     if names is not None:
         agreed(lambda: readable(folder, lambda: _require_weights(folder, names)))
     agreed(lambda: readable(folder, load_tensors))
     step, num_ranks = stored["optimizer_step"], stored["num_ranks"]
+    if of_other_engine:
+        return step, [
+            f"checkpoint {folder} was written by another trainer.engine: weights and optimizer are taken over, random "
+            "state is not"
+        ]
     if num_ranks != dist.get_world_size():
         return step, [
             f"checkpoint {folder} was written by {num_ranks} trainer ranks, now there are {dist.get_world_size()}: "

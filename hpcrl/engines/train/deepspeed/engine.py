@@ -116,7 +116,9 @@ class ZeroEngine(FSDP2Engine):
         return self._adamw
 
     def _make_snapshots(self) -> ZeroCheckpoints | None:
-        return ZeroCheckpoints(self.module, self.optimizer, self._base) if self.optimizer is not None else None
+        if self.optimizer is None:
+            return None
+        return ZeroCheckpoints(self.module, self.optimizer, self.model_path, self._base)
 
     def _fingerprint(self) -> str:
         frozen = self.weights.frozen_names

@@ -118,6 +118,7 @@ SPEC = TrainEngineSpec(
     computes=frozenset({"entropy"}),
     deterministic=True,
     float32_head=True,
+    exchanges_state=True,
     freezes=True,
     lora=True,
     make_critic="hpcrl.engines.train.deepspeed.critic:make",

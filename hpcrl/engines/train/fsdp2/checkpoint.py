@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import functools
 import io
+import math
 import os
 import pickle
 from collections.abc import Callable, Iterator, Mapping
@@ -25,12 +26,15 @@ from torch.distributed.checkpoint import (
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.futures import Future
 
 from hpcrl.checkpoint.writer import Files, Pieces, SharedFile
 from hpcrl.engines.train.dcp import ALIGNMENT, FACTS, Base, facts, frame, random_state, restore, shard_name
 from hpcrl.engines.train.fsdp2.weights import local
 from hpcrl.engines.train.offloading import register, wait
+from hpcrl.engines.train.stored_state import STATE, WEIGHTS, is_megatron, opened, require_tensors
 from hpcrl.spec.lora import is_adapter
 
 NO_ROOM = frozenset((errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EFBIG))
@@ -60,6 +64,31 @@ def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None, whole: W
     return tensors
 
 
+@torch.no_grad()
+def _read_named(folder: Path, model_path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Fill this rank's shards of _tensors(), except steps, with the state that another engine has written. ValueError
+    if it is of another model, or is not the optimizer's."""
+    wanted = {_name_and_key(name): value for name, value in tensors.items() if not name.endswith(".step")}
+    state = opened(folder, model_path)
+    require_tensors(folder, state, {place: tuple(value.shape) for place, value in wanted.items()})
+    for (name, key), value in wanted.items():
+        sizes, offsets = tuple(value.shape), (0,) * value.dim()
+        if isinstance(value, DTensor):
+            sizes, offsets = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
+        if math.prod(sizes):
+            box = tuple((first, first + size) for first, size in zip(offsets, sizes, strict=True))
+            local(value).copy_(state.read(name, key, box))
+    state.close()
+
+
+def _name_and_key(name: str) -> tuple[str, str]:
+    """A tensor's name and key in StoredState."""
+    if name.startswith(WEIGHTS):
+        return name.removeprefix(WEIGHTS), ""
+    parameter, _, key = name.removeprefix(STATE).rpartition(".")
+    return parameter, key
+
+
 class Snapshots:
     """A rank's sharded tensors and random state as files to write: copies in host memory, or references.
 
@@ -68,10 +97,17 @@ class Snapshots:
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, whole: Whole, base: Base | None = None
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        whole: Whole,
+        model_path: Path,
+        base: Base | None = None,
     ):
-        """`base` identifies the frozen weights, if only adapters are saved."""
-        self._model, self._optimizer, self._whole, self._base = model, optimizer, whole, base
+        """`model_path` is the folder of the initial model; `base` identifies the frozen weights, if only adapters are
+        saved."""
+        self._model, self._optimizer, self._whole = model, optimizer, whole
+        self._model_path, self._base = model_path, base
         self._laid_out: list[tuple[str, torch.Size, torch.dtype]] = []
         self._layout = Layout(copies=False)
 
@@ -99,7 +135,15 @@ class Snapshots:
             dcp.load(tensors, checkpoint_id=folder)
 
         tensors = _tensors(self._model, self._optimizer, self._whole)
-        return restore(folder, load_tensors, self._base, tensors.keys())
+        if not is_megatron(folder):
+            return restore(folder, load_tensors, self._base, tensors.keys())
+        step, warned = restore(
+            folder, lambda: _read_named(folder, self._model_path, tensors), self._base, of_other_engine=True
+        )
+        for name, value in tensors.items():
+            if name.startswith(STATE) and name.endswith(".step"):
+                value.fill_(step)
+        return step, warned
 
     def _lay_out(self, tensors: dict[str, Tensor], copies: bool) -> None:
         self._layout = Layout(copies)

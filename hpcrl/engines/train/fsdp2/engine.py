@@ -238,7 +238,7 @@ class FSDP2Engine:
         return idle_parameters(self, model) if decays else frozenset()
 
     def _make_snapshots(self) -> Any:
-        return checkpoint.Snapshots(self.model, self.optimizer, self._as_part_of_whole, self._base)
+        return checkpoint.Snapshots(self.model, self.optimizer, self._as_part_of_whole, self.model_path, self._base)
 
     # ---- forward
 

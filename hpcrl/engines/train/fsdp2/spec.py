@@ -200,6 +200,7 @@ SPEC = TrainEngineSpec(
     deterministic=True,
     optimizers=ADAMW | OPTIMIZERS,
     float32_head=True,
+    exchanges_state=True,
     freezes=True,
     lora=True,
     make_critic="hpcrl.engines.train.fsdp2.critic:make",

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, apply_factories, is_main_replica
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader, LoadPlan, Metadata
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -39,9 +39,12 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from hpcrl.checkpoint.writer import Files, Pieces, SharedFile
 from hpcrl.engines.train.dcp import ALIGNMENT, FACTS, facts, frame, random_state, require_no_others, shard_name
+from hpcrl.engines.train.megatron.names import Entry, shard
 from hpcrl.engines.train.megatron.optimizer import Optimizer
-from hpcrl.engines.train.megatron.weights import state_of
+from hpcrl.engines.train.megatron.stored import MASTER, MASTER_KEY, STATE
+from hpcrl.engines.train.megatron.weights import HFWeights, state_of
 from hpcrl.engines.train.offloading import register, wait
+from hpcrl.engines.train.stored_state import TORCH_DIST, StoredState, opened, require_tensors
 
 BACKEND = {
     "sharded_backend": "torch_dist",
@@ -52,8 +55,6 @@ BACKEND = {
 """The content of metadata.json, by which Megatron-LM recognises the format."""
 PADDED = ("embedding.word_embeddings.weight", "output_layer.weight")
 """Tensors whose number of rows depends on the split."""
-STATE = "optimizer.state."
-MASTER = f"{STATE}fp32_param."
 
 
 @dataclass(frozen=True)
@@ -187,7 +188,7 @@ class TorchDistSnapshots:
             files |= {
                 ".metadata": self._metadata,
                 "common.pt": common.getvalue(),
-                "metadata.json": json.dumps(BACKEND).encode(),
+                TORCH_DIST: json.dumps(BACKEND).encode(),
                 FACTS: facts(optimizer_step),
             }
         return files
@@ -276,11 +277,7 @@ class _Planner(DefaultLoadPlanner):
 @torch.no_grad()
 def read(folder: Path, chunks: Sequence[Any], optimizer: Optimizer, names: Collection[str]) -> None:
     """Restore a checkpoint's tensors, for any split. Each rank reads its own shards. `names` are weight_names(chunks).
-    ValueError if the checkpoint was not written by a Megatron-Core trainer, or for another model."""
-    if not (folder / "metadata.json").is_file():
-        raise ValueError(
-            f"checkpoint {folder}: no metadata.json; another engine wrote it: convert it with hpcrl.convert"
-        )
+    ValueError if the checkpoint was written for another model."""
     reader = FileSystemReader(folder)
     metadata = reader.read_metadata()
     stored = metadata.state_dict_metadata.items()
@@ -290,6 +287,45 @@ def read(folder: Path, chunks: Sequence[Any], optimizer: Optimizer, names: Colle
     wanted = list(pieces(chunks, optimizer))
     plan = reader.prepare_local_plan(LoadPlan(_items(folder, wanted, metadata)))
     reader.read_data(plan, _Planner(wanted)).wait()
+
+
+@torch.no_grad()
+def read_named(folder: Path, weights: HFWeights, optimizer: Optimizer, model_path: Path) -> None:
+    """Restore the tensors that another engine has written under transformers' names. Each rank reads its own shards, of
+    which the ranks that share a shard's moments read the whole. ValueError as in read()."""
+    state = opened(folder, model_path)
+    shapes = weights.table.shapes
+    wanted = {(name, ""): shape for name, shape in shapes.items()}
+    held = []
+    for entry, tensor in weights.held():
+        first, flat = optimizer.state_of(tensor) if isinstance(tensor, nn.Parameter) else (0, {})
+        held.append((entry, tensor, first, flat))
+        keys = [key for key in flat if key != MASTER_KEY]
+        wanted |= {(rows.hf, key): shapes[rows.hf] for rows in entry.rows for key in keys}
+    require_tensors(folder, state, wanted)
+    for entry, tensor, first, flat in held:
+        full = _shard_of(entry, state, "", weights.rank_of(entry))
+        tensor.copy_(full)
+        for key, values in flat.items():
+            part = full if key == MASTER_KEY else _shard_of(entry, state, key, weights.rank_of(entry))
+            values.copy_(part.view(-1)[first : first + values.numel()])
+    state.close()
+
+
+def _shard_of(entry: Entry, state: StoredState, key: str, place: tuple[int, int]) -> Tensor:
+    """A rank's part of a Megatron tensor, float32; padding is zero."""
+    tensors = {rows.hf: _Slices(state, rows.hf, key) for rows in entry.rows}
+    return shard(entry, tensors, *place, dtype=torch.float32)
+
+
+class _Slices:
+    """A stored tensor of which indexing reads a slice."""
+
+    def __init__(self, state: StoredState, name: str, key: str):
+        self._state, self._name, self._key = state, name, key
+
+    def __getitem__(self, index: tuple[slice, ...]) -> Tensor:
+        return self._state.read(self._name, self._key, tuple((span.start, span.stop) for span in index))
 
 
 def _items(folder: Path, wanted: Sequence[StatePiece], metadata: Metadata) -> list[ReadItem]:

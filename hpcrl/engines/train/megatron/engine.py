@@ -44,6 +44,7 @@ from hpcrl.engines.train.megatron.spec import SPEC, MegatronConfig
 from hpcrl.engines.train.megatron.weights import HFWeights
 from hpcrl.engines.train.offloading import HostMemory
 from hpcrl.engines.train.schedule import learning_rate, update_stats
+from hpcrl.engines.train.stored_state import is_megatron
 from hpcrl.engines.train.training_engine import check_micro_batches
 from hpcrl.metrics.stats import Stats, merge
 from hpcrl.rollout.batch import Batch, MicroBatches, Norms
@@ -405,12 +406,20 @@ class MegatronEngine:
         return self._snapshots.take(self.optimizer_step, copy)
 
     def load(self, folder: Path) -> list[str]:
-        """See TrainEngine. ValueError on every rank if the folder is not a Megatron trainer's checkpoint, or belongs to
-        another model."""
+        """See TrainEngine. ValueError on every rank if the folder is not a trainer's checkpoint, or belongs to another
+        model."""
         optimizer, path = self.optimizer, Path(folder)
         assert optimizer is not None, "the engine was built with trainable=False"
         names = checkpoint.weight_names(self.chunks)
-        self.optimizer_step, warned = dcp.restore(path, lambda: checkpoint.read(path, self.chunks, optimizer, names))
+        others = not is_megatron(path)
+
+        def read() -> None:
+            if others:
+                checkpoint.read_named(path, self.weights, optimizer, self.model_path)
+            else:
+                checkpoint.read(path, self.chunks, optimizer, names)
+
+        self.optimizer_step, warned = dcp.restore(path, read, of_other_engine=others)
         optimizer.set_step(self.optimizer_step)
         return warned
 

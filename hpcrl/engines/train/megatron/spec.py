@@ -153,6 +153,7 @@ SPEC = TrainEngineSpec(
     not_on_amd="its layers come from Transformer Engine, whose wheels are for CUDA",
     deterministic=True,
     float32_head=True,
+    exchanges_state=True,
     freezes=True,
     router_replay=True,
     resume_keys=tuple(

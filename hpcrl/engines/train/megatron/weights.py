@@ -174,6 +174,12 @@ class HFWeights:
 
     # ---- reading
 
+    def held(self) -> Iterator[tuple[Entry, Tensor]]:
+        """This rank's parameters and routers' biases, with the second copy of a tied embedding."""
+        for chunk, layers in zip(self._chunks, self._stages[self._place.stage], strict=True):
+            for name, tensor in state_of(chunk):
+                yield self._find(self.table, name, layers[0] if layers else 0), tensor
+
     @torch.no_grad()
     def read(self, folder: Path) -> None:
         """Fill the parameters from an HF folder. Each rank reads its own shards. ValueError names the first tensor that

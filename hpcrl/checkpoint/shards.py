@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from hpcrl.convert.checkpoints import METADATA
+from hpcrl.checkpoint.commit import METADATA
 from hpcrl.spec.weight_layout import TensorSlice, intersection
 
 KNOWN = {
