@@ -320,8 +320,8 @@ def _explained(what: str, kind: type[Exception]) -> Iterator[None]:
 def _world(config: Config, layout: RoleLayout) -> dict[str, Any]:
     """Further conditions of bit-identical results in a deterministic run, by key."""
     values = config.model_dump(mode="json")
-    keys = ("layout.generator.tensor_parallel", "cluster.device", "cluster.threads_per_rank", *ENGINE_KEYS)
-    keys += division_keys(values)
+    own = ("layout.generator.tensor_parallel", "cluster.device", "cluster.threads_per_rank", *ENGINE_KEYS)
+    keys = (*own, *division_keys(values))
     ranks: dict[str, Any] = {f"{role} ranks": list(ranks) for role, ranks in layout.ranks.items()}
     for role, division in layout.divisions.items():
         ranks[_sharing(role)] = len(division.groups[0])
@@ -335,7 +335,7 @@ def _sharing(role: str) -> str:
 def _moved(before: dict[str, Any], now: dict[str, Any]) -> str:
     """Differences from the layout that wrote a checkpoint, as text; empty without any."""
     # Defaults for keys that earlier versions did not write.
-    defaults = dict.fromkeys(map(_sharing, ROLES), 1) | {f"{role} ranks": [] for role in ROLES}
+    defaults: dict[str, Any] = dict.fromkeys(map(_sharing, ROLES), 1) | {f"{role} ranks": [] for role in ROLES}
     before = defaults | {key: now[key] for key in ENGINE_KEYS if key in now} | with_new_keys(before)
     keys = [key for key in now if before.get(key) != now[key]]
     return ", ".join(f"{key} {_shown(before.get(key))} (now {_shown(now[key])})" for key in keys)

@@ -72,7 +72,8 @@ class ZeroCheckpoints:
 
     def _opened(self, folder: Path, tensors: Mapping[str, torch.Tensor]) -> StoredState:
         """The checkpoint, in which buffers may be missing, since earlier versions saved none."""
-        state, wanted = opened(folder, self._model_path), {}
+        state = opened(folder, self._model_path)
+        wanted: dict[tuple[str, str], tuple[int, ...]] = {}
         for name, tensor in tensors.items():
             if isinstance(tensor, nn.Parameter) or state.has(_in_file(name), ""):
                 wanted |= {(_in_file(name), key): shape_of(tensor) for key in _keys(tensor)}

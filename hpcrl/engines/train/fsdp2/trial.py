@@ -61,8 +61,8 @@ def try_architecture(engine: Tried, config: PreTrainedConfig, ranks: TokenRanks)
 
 
 def idle_parameters(engine: Tried, config: PreTrainedConfig) -> frozenset[str]:
-    """Names of the parameters that no gradient of text log-probs reaches, such as a vision tower's or a key indexer's.
-    Empty if no small model can be tried."""
+    """Names of the parameters that no gradient of text log-probs reaches, such as a vision tower's or a key indexer's;
+    a critic's head, which is no part of these, is not idle. Empty if no small model can be tried."""
     try:
         with torch.enable_grad():
             model = engine.tried_class(small_model(config, engine.kind, engine.device).requires_grad_(), 64)
@@ -72,7 +72,8 @@ def idle_parameters(engine: Tried, config: PreTrainedConfig) -> frozenset[str]:
                     run(model, [row], None).sum().backward()
     except Exception:  # an error of a model's own code
         return frozenset()
-    return frozenset(name for name, parameter in model.hf.named_parameters() if parameter.grad is None)
+    idle = frozenset(name for name, parameter in model.hf.named_parameters() if parameter.grad is None)
+    return idle - engine.kind.may_lack
 
 
 @torch.no_grad()
