@@ -22,6 +22,7 @@ SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<
 PAD = 256 + SPECIAL.index("<|image_pad|>")
 VOCAB = 256 + len(SPECIAL)
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+RECURRENT = ("qwen3_5", "qwen3_5_moe")
 PLACEHOLDER = "<|vision_start|><|image_pad|><|vision_end|>"
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
@@ -31,7 +32,7 @@ TEMPLATE = (
     "{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-PATCH = {"qwen2_vl": 14, "qwen2_5_vl": 14, "qwen3_vl": 16, "qwen3_vl_moe": 16}
+PATCH = {"qwen2_vl": 14, "qwen2_5_vl": 14, "qwen3_vl": 16, "qwen3_vl_moe": 16, "qwen3_5": 16, "qwen3_5_moe": 16}
 
 
 def make_vlm(family: str, folder: Path, std: float = 0.08, **changes: Any) -> Path:
@@ -123,6 +124,15 @@ def _sections(family: str) -> dict[str, Any]:
         case _:
             vision |= {"hidden_size": 32, "intermediate_size": 64, "out_hidden_size": hidden}
             vision |= {"num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]}
+    if family in RECURRENT:
+        del vision["deepstack_visual_indexes"]
+        text |= {"layer_types": ["linear_attention", "full_attention"]}
+        text |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+        text |= {"linear_key_head_dim": 8, "linear_value_head_dim": 12}
+        text["rope_parameters"] |= {"mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}
+    if family == "qwen3_5_moe":
+        text |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+        text |= {"shared_expert_intermediate_size": 20}
     if family == "qwen3_vl_moe":
         text |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "decoder_sparse_step": 1}
     tokens = {"image_token_id": PAD, "video_token_id": VOCAB - 1, "vision_start_token_id": PAD - 1}

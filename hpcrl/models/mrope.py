@@ -31,7 +31,13 @@ def positions(num_tokens: int, images: Iterable[ImageSpan], unit: int) -> np.nda
     return found
 
 
-def axes_of_pairs(sections: Sequence[int]) -> tuple[int, ...]:
+def axes_of_pairs(sections: Sequence[int], num_pairs: int, interleaved: bool) -> tuple[int, ...]:
     """The axis (time, row, column) whose position rotates each pair of a head's dimensions, for numbers of pairs by
-    axis (mrope_section in config.json)."""
+    axis (mrope_section in config.json).
+
+    Args:
+        interleaved: The axes alternate, as long as an axis has pairs; all others are of time.
+    """
+    if interleaved:
+        return tuple(i % 3 if i < 3 * sections[i % 3] else 0 for i in range(num_pairs))
     return tuple(axis for axis, count in enumerate(sections) for _ in range(count))

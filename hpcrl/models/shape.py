@@ -87,6 +87,15 @@ class Decoder:
     gemma: bool = False
     """Norms multiply by weight + 1 in float32, and there are norms after attention and after the MLP. Embeddings are
     scaled. The head is the embedding unless config.json has tie_word_embeddings=false. The MLP is gated by gelu."""
+    centred_norms: bool = False
+    """Norms multiply by weight + 1 in float32, except those of mixers' outputs."""
+    gated_attention: bool = False
+    """q_proj has each head's query and then its gate, whose sigmoid multiplies the head's output."""
+    delta_rule: bool = False
+    """Layers of type linear_attention mix tokens by the gated delta rule (arXiv 2412.06464)."""
+    separate_delta: bool = False
+    """Such layers have separate projections for queries, keys and values, for gates, and for the two factors; otherwise
+    one for each group of value heads, and one for the factors."""
     norms_after: bool = False
     """Norms are after attention and after the MLP, instead of before."""
     tied: bool = False
@@ -107,6 +116,11 @@ class Decoder:
     """There are windows only if use_sliding_window is true."""
     head_dim: int | None = None
     """Head width if config.json does not define it; None stands for hidden_size / heads."""
+
+    @property
+    def norm_offset(self) -> float:
+        """What norms add to their weights."""
+        return 1.0 if self.gemma or self.centred_norms else 0.0
 
 
 @dataclass(frozen=True)

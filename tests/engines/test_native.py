@@ -35,8 +35,11 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2MoeConfig,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
     SeedOssConfig,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
@@ -90,7 +93,12 @@ LOCAL_AND_GLOBAL = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
     "full_attention": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 8.0},
 }
-SLIDING, FULL = "sliding_attention", "full_attention"
+SLIDING, FULL, RECURRENT = "sliding_attention", "full_attention", "linear_attention"
+DELTA: dict[str, Any] = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 12,
+    "linear_conv_kernel_dim": 3, "layer_types": [RECURRENT, FULL, RECURRENT],
+}  # fmt: skip
+MOE_SIZES = {key: value for key, value in SIZES.items() if key != "intermediate_size"}
 CONFIGS = {
     "qwen2": Qwen2Config(**SIZES, tie_word_embeddings=True),
     "qwen3": Qwen3Config(**SIZES, head_dim=16, attention_bias=True),
@@ -121,8 +129,15 @@ CONFIGS = {
     ),
     "ernie4_5": Ernie4_5Config(**SIZES, head_dim=16),
     "hunyuan_v1_dense": HunYuanDenseV1Config(**SIZES, head_dim=16, rope_parameters=ALPHA),
+    "qwen3_next": Qwen3NextConfig(
+        **SIZES, **MOE, **DELTA, attention_bias=True, shared_expert_intermediate_size=20, mlp_only_layers=[1]
+    ),
+    "qwen3_5_text": Qwen3_5TextConfig(**SIZES, **DELTA, head_dim=16),
+    "qwen3_5_moe_text": Qwen3_5MoeTextConfig(**MOE_SIZES, **MOE, **DELTA, shared_expert_intermediate_size=20),
 }  # fmt: skip
 """A config of every family."""
+CENTRED = ("gemma", "qwen3_next", "qwen3_5")
+"""Families whose norms add 1 to their weights."""
 FEATURES = {
     "qwen2, windows from the second layer on": Qwen2Config(
         **SIZES, **WINDOW, use_sliding_window=True, max_window_layers=1
@@ -151,7 +166,7 @@ def make_model(config: Any, seed: int = 0) -> PreTrainedModel:
     """A model whose weights, norms and biases included, are random and large enough to matter."""
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(seed)
-    neutral = 0.0 if "gemma" in config.model_type else 1.0
+    neutral = 0.0 if config.model_type.startswith(CENTRED) else 1.0
     with torch.no_grad():
         corrections = ((name, b) for name, b in model.named_buffers() if name.endswith("e_score_correction_bias"))
         for name, weight in (*model.named_parameters(), *corrections):
@@ -348,15 +363,15 @@ def test_weights_named_as_in_memory_and_as_on_disk_are_equal(model_folder: tuple
 
 
 def test_weights_read_back_equal_the_loaded_ones(model_folder: tuple[Any, Path]) -> None:
-    """Under the names in memory and on disk; those to which Gemma's norms add 1 are left out."""
+    """Under the names in memory and on disk; those to which norms add 1 are left out."""
     model, folder = model_folder
     engine = engine_of(folder)
-    gemma = model.config.model_type.startswith("gemma")
+    centred = model.config.model_type.startswith(CENTRED)
     for named in (dict(model.state_dict()), dict(read_safetensors(folder))):
         shown = {name: tensor.clone() for name, tensor in engine.loaded_weights(named)}
         assert all(torch.equal(tensor, named[name]) for name, tensor in shown.items())
         missing = named.keys() - shown.keys()
-        assert all("norm" in name for name in missing) and bool(missing) == gemma
+        assert all("norm" in name for name in missing) and bool(missing) == centred
 
 
 def test_an_update_in_flight_keeps_the_cache_and_uses_the_new_weights(model_folder: tuple[Any, Path]) -> None:

@@ -32,7 +32,7 @@ from tests.vlm import PAD, SPECIAL, make_vlm, noise
 
 pytestmark = pytest.mark.numerics
 
-NATIVE = ("qwen2_5_vl",)
+NATIVE = ("qwen2_5_vl", "qwen3_5", "qwen3_5_moe")
 START, END = 256 + SPECIAL.index("<|vision_start|>"), 256 + SPECIAL.index("<|vision_end|>")
 
 

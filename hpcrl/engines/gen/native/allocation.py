@@ -24,6 +24,9 @@ class RequestBlocks:
     blocks: list[int]
     num_cached: int  # the first num_cached tokens need no prefill
     version: int  # the oldest weights that produced the cached keys and values
+    state: int | None = None  # the kept state after the cached tokens, with recurrent layers
+    in_batch: bool = False  # whether the batch itself computes the cached tokens
+    keeps: int | None = None  # where the state after all tokens is kept, with recurrent layers
 
 
 class PrefillBatch:
@@ -37,6 +40,7 @@ class PrefillBatch:
         self._blocks, self._share = blocks, share
         self._computed: set[int] = set()  # blocks that are in the prefix cache but are only computed in this batch
         self._pinned: list[int] = []
+        self._states: set[int] = set()  # kept states that this batch reads or writes
         self.copies: list[tuple[int, int]] = []  # (from, to), to copy before anything is computed
         self.late_copies: list[tuple[int, int]] = []  # (from, to), to copy after this batch has computed the sources
 
@@ -51,10 +55,10 @@ class PrefillBatch:
             if self._share:
                 return AllocationFailure.NEXT_BATCH
             match = Match([])
-        shared, copied = (match.blocks, []) if self._share else ([], match.blocks)
         # If too few blocks are free, recompute the tail: its block, if only the prefix cache holds it, can be evicted.
-        for tail in ([match.tail], []) if match.tail is not None else ([],):
-            copies = [*copied, *tail]
+        for used in (match, match.without_tail()) if match.tail is not None else (match,):
+            shared, copied = (used.blocks, []) if self._share else ([], used.blocks)
+            copies = [*copied, *([used.tail] if used.tail is not None else [])]
             self._blocks.add_users((*shared, *copies))
             if num_blocks - len(shared) + headroom <= self._blocks.num_free:
                 break
@@ -64,11 +68,17 @@ class PrefillBatch:
         new = self._blocks.allocate(num_blocks - len(shared))
         (self.late_copies if in_wave else self.copies).extend(zip(copies, new, strict=False))
         self._pinned += copies
-        if match.version is not None:
-            version = min(version, match.version)
-        place = RequestBlocks([*shared, *new], len(match.blocks) * size + (match.tail_tokens if tail else 0), version)
-        self._computed.update(self._blocks.insert(tokens, place.blocks, version))
-        return place
+        if used.version is not None:
+            version = min(version, used.version)
+        if used.state is not None:
+            self._states.add(used.state)
+        blocks = [*shared, *new]
+        self._computed.update(self._blocks.insert(tokens, blocks, version))
+        keeps = self._blocks.keep_state(tokens, self._states)
+        if keeps is not None:
+            self._states.add(keeps)
+        num_cached = len(used.blocks) * size + used.tail_tokens
+        return RequestBlocks(blocks, num_cached, version, used.state, in_wave, keeps)
 
     def end(self) -> None:
         """Release the source blocks of all copies; called once they are copied."""

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpcrl.engines.gen.native.unsupported import unsupported
+from hpcrl.engines.gen.native.recurrent import DeltaSizes
+from hpcrl.engines.gen.native.unsupported import LINEAR, unsupported
 from hpcrl.models.families import NATIVE, family_of, read_shape, read_vision_of
 from hpcrl.models.mrope import axes_of_pairs
 from hpcrl.models.router import ExpertRouter
@@ -35,7 +36,8 @@ class Rope:
 
 @dataclass(frozen=True)
 class Architecture:
-    """A decoder of blocks with grouped-query rotary attention and a gated (or mixture of experts) MLP."""
+    """A decoder of blocks with grouped-query rotary attention or a gated delta rule, and a gated (or mixture of experts)
+    MLP."""
 
     decoder: Decoder
     vocab_size: int
@@ -62,6 +64,8 @@ class Architecture:
     logit_softcap: float | None
     ropes: tuple[Rope, ...]
     rope_of_layer: tuple[int, ...]
+    recurrent: tuple[bool, ...]  # per layer, whether it has a delta rule instead of attention
+    delta: DeltaSizes | None  # of these layers
     windows: tuple[int | None, ...]  # per layer, how many tokens a token attends to, itself included; None: all
     max_positions: int
     further_layers: int  # layers in files, after the others, that are not used
@@ -73,6 +77,20 @@ class Architecture:
     def decoder_prefix(self) -> str:
         """The beginning of the decoder's tensor names."""
         return "model." if self.vision is None else "model.language_model."
+
+    @property
+    def num_attention_layers(self) -> int:
+        return self.num_layers - sum(self.recurrent)
+
+    @property
+    def cached_at(self) -> tuple[int, ...]:
+        """For each layer, the number of layers before it that mix tokens in the same way."""
+        return tuple(self.recurrent[:i].count(kind) for i, kind in enumerate(self.recurrent))
+
+    @property
+    def num_gates(self) -> int:
+        """Number of q heads whose output has a gate."""
+        return self.num_heads if self.decoder.gated_attention else 0
 
     @property
     def num_qk_heads(self) -> int:
@@ -110,7 +128,7 @@ def read_architecture(path: Path) -> Architecture:
         shape = read_shape(config.to_dict())
     except CannotPlanError as error:
         raise ValueError(f"{path}/config.json: {error}") from error
-    decoder = shape.decoder
+    decoder = family.unlisted or shape.decoder
     config = config.get_text_config()
     for feature in unsupported({**config.to_dict(), "model_type": model_type}):
         raise ValueError(
@@ -120,6 +138,7 @@ def read_architecture(path: Path) -> Architecture:
     kinds = _layer_types(config, decoder)
     ropes = tuple(dict.fromkeys(_rope(config, kind, shape) for kind in kinds))
     scalar = config.query_pre_attn_scalar if decoder.gemma else head_dim
+    recurrent = tuple(kind == LINEAR for kind in kinds)
     return Architecture(
         decoder=decoder,
         vocab_size=config.vocab_size,
@@ -128,7 +147,7 @@ def read_architecture(path: Path) -> Architecture:
         num_heads=shape.num_heads,
         num_kv_heads=shape.num_kv_heads,
         head_dim=head_dim,
-        intermediate_size=config.intermediate_size,
+        intermediate_size=shape.intermediate_size,
         norm_eps=config.rms_norm_eps,
         tied=tied,
         qkv_bias=shape.qkv_bias,
@@ -146,20 +165,37 @@ def read_architecture(path: Path) -> Architecture:
         logit_softcap=config.final_logit_softcapping if decoder.gemma else None,
         ropes=ropes,
         rope_of_layer=tuple(ropes.index(_rope(config, kind, shape)) for kind in kinds),
+        recurrent=recurrent,
+        delta=_delta(config) if any(recurrent) else None,
         windows=tuple(config.sliding_window if kind == "sliding_attention" else None for kind in kinds),
         max_positions=_max_positions(config),
         further_layers=getattr(config, family.predicts_further) if family.predicts_further else 0,
         eos_ids=_eos_ids(path, config),
         vision=vision,
-        axis_of_pair=axes_of_pairs(config.rope_parameters["mrope_section"]) if vision is not None else (),
+        axis_of_pair=_axes(config, decoder, head_dim) if vision is not None else (),
     )
 
 
 def _layer_types(config: Any, decoder: Decoder) -> list[str]:
-    if decoder.windows == "by layer":
+    if decoder.windows == "by layer" or decoder.delta_rule:
         return list(config.layer_types)
     sliding = decoder.windows == "all" and config.sliding_window is not None
     return ["sliding_attention" if sliding else "full_attention"] * config.num_hidden_layers
+
+
+def _axes(config: Any, decoder: Decoder, head_dim: int) -> tuple[int, ...]:
+    sections = config.rope_parameters.get("mrope_section", (11, 11, 10))
+    return axes_of_pairs(sections, head_dim // 2, interleaved=decoder.delta_rule)
+
+
+def _delta(config: Any) -> DeltaSizes:
+    return DeltaSizes(
+        key_heads=config.linear_num_key_heads,
+        group=config.linear_num_value_heads // config.linear_num_key_heads,
+        key_dim=config.linear_key_head_dim,
+        value_dim=config.linear_value_head_dim,
+        kernel=config.linear_conv_kernel_dim,
+    )
 
 
 def _rope_sections(config: Any) -> dict[str | None, dict[str, Any]]:

@@ -3,6 +3,9 @@
 A block holds the keys and values of up to `block_tokens` consecutive tokens. Requests that begin with equal tokens
 share full blocks; a prompt's last block, which is rarely full, is copied. Blocks without a user stay in the prefix
 cache until their memory is needed, as in vLLM (arXiv 2309.06180), but with tokens as keys instead of hashes.
+
+A model with recurrent layers can continue a prefix only where the state after its last token was kept. The cache then
+matches only such prefixes.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ class _Prefix:
     continues: bool = False  # a later request is expected to begin with it
     children: dict[bytes, _Prefix] = field(default_factory=dict)
     short: set[int] = field(default_factory=set)  # lengths of children that are not full
+    state: int | None = None  # the kept state after these tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +39,22 @@ class Match:
     tail: int | None = None
     tail_tokens: int = 0
     version: int | None = None  # the oldest weights that produced these keys and values; None if nothing is cached
+    state: int | None = None  # the kept state after these tokens, for models with recurrent layers
+
+    def without_tail(self) -> Match:
+        """A match without `tail`; an empty one if a state is needed, since it includes the tail's tokens."""
+        return Match(self.blocks, version=self.version) if self.state is None else Match([])
 
 
 class Blocks:
-    """Blocks with the ids 0 to num_blocks - 1 and their numbers of users."""
+    """Blocks with the ids 0 to num_blocks - 1 and their numbers of users.
 
-    def __init__(self, num_blocks: int, block_tokens: int):
-        self.num_blocks, self.block_tokens = num_blocks, block_tokens
+    Args:
+        num_states: Number of kept states if the model has recurrent layers. The least recently used are dropped first.
+    """
+
+    def __init__(self, num_blocks: int, block_tokens: int, num_states: int | None = None):
+        self.num_blocks, self.block_tokens, self._num_states = num_blocks, block_tokens, num_states
         self.clear()
 
     def clear(self) -> None:
@@ -51,6 +64,8 @@ class Blocks:
         self._idle: dict[int, None] = {}  # cached but not in use, least recently used first
         self._known: dict[int, _Prefix] = {}
         self._root = _Prefix(-1, b"", sys.maxsize, None)
+        self._free_states = list(range(self._num_states or 0))
+        self._states: dict[int, _Prefix] = {}  # least recently used first
 
     @property
     def num_free(self) -> int:
@@ -96,7 +111,10 @@ class Blocks:
                 self._unused.append(block)
 
     def match(self, tokens: np.ndarray) -> Match:
-        """The longest cached beginning of `tokens`, integers [n] that identify them, always of one dtype."""
+        """The longest cached beginning of `tokens`, integers [n] that identify them, always of one dtype; with
+        recurrent layers, the longest that ends at a kept state."""
+        if self._num_states is not None:
+            return self._match_state(tokens)
         found: list[int] = []
         at, size = self._root, self.block_tokens
         while child := at.children.get(tokens[len(found) * size : (len(found) + 1) * size].tobytes()):
@@ -119,7 +137,8 @@ class Blocks:
     def insert(self, tokens: np.ndarray, blocks: Sequence[int], version: int, continues: bool = False) -> list[int]:
         """Insert `blocks`, which hold `tokens` (as in match()), into the prefix cache; returns the inserted blocks. If
         the cache already has a block for some tokens, the old block stays and the new one is not inserted. `continues`
-        means that a later request is expected to begin with these tokens."""
+        means that a later request is expected to begin with these tokens. With recurrent layers, the last block is
+        always inserted unless there is a state."""
         at, size, new = self._root, self.block_tokens, []
         for index, block in enumerate(blocks[: self.blocks_for(len(tokens))]):
             part = tokens[index * size : (index + 1) * size]
@@ -131,9 +150,30 @@ class Blocks:
                 if len(part) < size:
                     at.short.add(len(part))
                 new.append(block)
+            elif self._num_states and (index + 1) * size >= len(tokens) and at.children[key].state is None:
+                self._replace(at.children[key], block, min(version, at.version))
+                new.append(block)
             at = at.children[key]
             at.continues |= continues
         return new
+
+    def keep_state(self, tokens: np.ndarray, pinned: Collection[int] = ()) -> int | None:
+        """A place for the state after these tokens, which were inserted; None if it is kept already, if there are no
+        recurrent layers, or if all states are in `pinned`, which were used last."""
+        if not self._num_states or not len(tokens):
+            return None
+        at, size = self._root, self.block_tokens
+        for start in range(0, len(tokens), size):
+            at = at.children[tokens[start : start + size].tobytes()]
+        if at.state is not None:
+            return None
+        if not self._free_states:
+            if (oldest := next(iter(self._states))) in pinned:
+                return None
+            self._drop_state(self._states[oldest])
+        at.state = self._free_states.pop()
+        self._states[at.state] = at
+        return at.state
 
     def evict(self, count: int) -> None:
         """Evict up to `count` blocks, least recently used first, which have no user and are not expected to be used by
@@ -156,3 +196,45 @@ class Blocks:
         prefix = self._known.pop(block)
         assert prefix.parent is not None, "the root is not a block"
         del prefix.parent.children[prefix.tokens]
+        if prefix.state is not None:
+            self._drop_state(prefix)
+
+    def _replace(self, prefix: _Prefix, block: int, version: int) -> None:
+        """Let a prefix have another block with equal tokens."""
+        if block == prefix.block:
+            return
+        if block in self._known:
+            self._unlink(block)
+        del self._known[prefix.block]
+        if prefix.block in self._idle:
+            del self._idle[prefix.block]
+            self._unused.append(prefix.block)
+        prefix.block, prefix.version = block, min(prefix.version, version)
+        self._known[block] = prefix
+
+    def _drop_state(self, prefix: _Prefix) -> None:
+        assert prefix.state is not None
+        del self._states[prefix.state]
+        self._free_states.append(prefix.state)
+        prefix.state = None
+
+    def _match_state(self, tokens: np.ndarray) -> Match:
+        """match() for models with recurrent layers."""
+        best, found, at, size = Match([]), [], self._root, self.block_tokens
+        while True:
+            rest = tokens[len(found) * size :]
+            for length in sorted(at.short, reverse=True):
+                tail = at.children.get(rest[:length].tobytes()) if length <= len(rest) else None
+                if tail is not None and tail.state is not None:
+                    best = Match(list(found), tail.block, length, tail.version, tail.state)
+                    break
+            child = at.children.get(rest[:size].tobytes()) if len(rest) >= size else None
+            if child is None:
+                break
+            at = child
+            found.append(at.block)
+            if at.state is not None:
+                best = Match(list(found), version=at.version, state=at.state)
+        if best.state is not None:
+            self._states[best.state] = self._states.pop(best.state)
+        return best

@@ -1,7 +1,7 @@
 """The native generator: continuous batching in plain torch, in the rank's process.
 
 Live requests occupy consecutive slots. Their keys and values are in blocks (blocks.py), which requests with a common
-prefix share. Admission prefills all of a request's tokens but the last. The next decode iteration feeds the last token
+prefix share; the states of recurrent layers are in memory at the slots (recurrent.py). Admission prefills all of a request's tokens but the last. The next decode iteration feeds the last token
 like any other, so all sampling happens in one place.
 """
 
@@ -28,6 +28,7 @@ from hpcrl.engines.gen.native.images import Images, make_tower
 from hpcrl.engines.gen.native.kv import NO_INDEX, KVCache, block_bytes
 from hpcrl.engines.gen.native.output_buffer import OutputBuffer
 from hpcrl.engines.gen.native.paged_attention import DecodeAttention, PrefillAttention
+from hpcrl.engines.gen.native.recurrent import PrefillRows, RecurrentStates
 from hpcrl.engines.gen.native.slots import Slots, WaitingRequest
 from hpcrl.engines.gen.native.spec import NativeConfig
 from hpcrl.engines.gen.native.transformer import Transformer
@@ -67,12 +68,16 @@ def make(config: Config, model_path: Path, tokenizer: Any, replica: ReplicaRanks
     )
 
 
-class _UncachedTokens(NamedTuple):
-    """Tokens of a slot, from position `start` on, that are not in the cache."""
+class _Added(NamedTuple):
+    """A slot's new request: its blocks, and its tokens that are not in the cache, from position `start` on."""
 
     slot: int
+    place: RequestBlocks
     tokens: np.ndarray
-    start: int
+
+    @property
+    def start(self) -> int:
+        return self.place.num_cached
 
 
 class NativeEngine:
@@ -85,7 +90,7 @@ class NativeEngine:
         max_length: Maximum number of tokens in prompt and response together.
         float32_head: Compute the vocabulary projection in float32.
         block_tokens: Number of tokens in a block of the KV cache.
-        kv_cache_bytes: Maximum memory of the KV cache, by default enough for max_num_seqs requests of full length. When
+        kv_cache_bytes: Maximum memory of the KV cache, including states of recurrent layers, by default enough for max_num_seqs requests of full length. When
             it is full, requests wait, or are preempted and later prefilled again.
         prefix_staleness: Later requests use a cached prefix if the weights are at most this many versions newer.
         deterministic: Always decode max_num_seqs rows, reserve a request's full length at admission, and share no
@@ -133,17 +138,24 @@ class NativeEngine:
         self._stops = StopStrings(tokenizer, self._arch.vocab_size) if tokenizer is not None else None
         longest = ceil(max_length / block_tokens)
         num_blocks = max_num_seqs * longest
+        recurrent, states = self._arch.delta, 0
+        if recurrent is not None:
+            states = 2 * max_num_seqs * sum(self._arch.recurrent) * recurrent.state_bytes(dtype)
         if kv_cache_bytes is not None:
-            num_blocks = min(num_blocks, kv_cache_bytes // block_bytes(self._arch, block_tokens, dtype))
+            num_blocks = min(num_blocks, (kv_cache_bytes - states) // block_bytes(self._arch, block_tokens, dtype))
         if num_blocks < longest:
-            least = longest * block_bytes(self._arch, block_tokens, dtype)
+            least = longest * block_bytes(self._arch, block_tokens, dtype) + states
             raise ValueError(
                 f"kv_cache_bytes is {kv_cache_bytes}, but one request of max_length {max_length} needs {least}"
             )
         self._waiting: dict[int, WaitingRequest] = {}
         self._routes = routes.field if routes is not None else None
         self._slots, self._output_buffer = Slots(max_num_seqs, longest), OutputBuffer(max_num_seqs, self._routes)
-        self._blocks = Blocks(num_blocks, block_tokens)
+        self._blocks = Blocks(num_blocks, block_tokens, max_num_seqs if recurrent is not None else None)
+        self._states: RecurrentStates | None = None
+        if recurrent is not None:
+            count = sum(self._arch.recurrent)
+            self._states = RecurrentStates(recurrent, count, max_num_seqs, dtype, self._device)
         self._cache = KVCache(self._arch, num_blocks, block_tokens, dtype, self._device)
         self._blocks_needed = 0  # number of blocks that must be available before the next admission
         self._weights: FusedWeights | None = None
@@ -220,7 +232,8 @@ class NativeEngine:
             if self._arch.vision is not None:
                 assert weights.tower is not None
                 self._images = Images(self._arch.vision, weights.tower, self._device)
-            self._model = Transformer(self._arch, weights, self._arch.rotations(self._max_length, self._device))
+            rotations = self._arch.rotations(self._max_length, self._device)
+            self._model = Transformer(self._arch, weights, rotations, self._states)
         if self._images is not None and weights.has_new_tower(kept):
             self._images.forget()
         self.version = version
@@ -254,6 +267,7 @@ class NativeEngine:
             self._blocks.free(slots.blocks_of(slot))
             slots.set_blocks(slot, [])
         running = zip(slots.requests, slots.spans, strict=True)
+        full: list[int] = []
         queue = {
             i: WaitingRequest(request, self._output_buffer.content(span)) for i, (request, span) in enumerate(running)
         }
@@ -261,12 +275,16 @@ class NativeEngine:
             prefill_batch, adding, places = self._prefill_batch(), [], {}
             for slot, queued in queue.items():
                 place = self._allocate(queued, prefill_batch, running=True)
-                assert place is not AllocationFailure.FULL, "requests that shared blocks share them again"
-                if isinstance(place, RequestBlocks):
+                if place is AllocationFailure.FULL:
+                    assert self._states is not None, "requests that shared blocks share them again"
+                    full.append(slot)
+                elif isinstance(place, RequestBlocks):
                     places[slot] = place
             for slot, place in places.items():
                 adding.append(self._assign_blocks(slot, queue.pop(slot), place))
+            queue = {slot: queued for slot, queued in queue.items() if slot not in full}
             self._compute(prefill_batch, adding)
+        self._wait_again(full)
 
     def sleep(self) -> None:
         """See GenEngine. ValueError while requests are running."""
@@ -274,6 +292,8 @@ class NativeEngine:
             raise ValueError(f"cannot sleep while {self._slots.num_live} requests are running: abort or finish them")
         self._cache.clear()
         self._blocks.clear()
+        if self._states is not None:
+            self._states.clear()
         self._model, self._images, self.version = None, None, -1
         if self._weights is not None and not self._weights.shared and self._lora is None:
             self._weights = None
@@ -333,16 +353,20 @@ class NativeEngine:
         keys = tokens if self._arch.vision is None else queued.keys()
         return prefill_batch.allocate(keys[:-1], self._blocks.blocks_for(length), headroom, self.version)
 
-    def _assign_blocks(self, slot: int, queued: WaitingRequest, place: RequestBlocks) -> _UncachedTokens:
+    def _assign_blocks(self, slot: int, queued: WaitingRequest, place: RequestBlocks) -> _Added:
         self._slots.set_blocks(slot, place.blocks)
         self._slots.kv_version[slot] = place.version
-        return _UncachedTokens(slot, queued.tokens()[place.num_cached : -1], place.num_cached)
+        return _Added(slot, place, queued.tokens()[place.num_cached : -1])
 
-    def _compute(self, prefill_batch: PrefillBatch, added: list[_UncachedTokens]) -> None:
-        """Copy cached blocks, then prefill the uncached tokens, a limited number at a time."""
+    def _compute(self, prefill_batch: PrefillBatch, added: list[_Added]) -> None:
+        """Copy cached blocks and states, then prefill the uncached tokens, a limited number at a time."""
         self._plan = None
         self._compact()
         self._cache.copy(prefill_batch.copies)
+        if self._states is not None:
+            self._states.allocate()
+            self._states.start([row.slot for row in added if row.place.state is None])
+            self._restore_states(row for row in added if not row.place.in_batch)
         rows = sorted((row for row in added if len(row.tokens)), key=lambda row: -len(row.tokens))
         # Sorted by length, neighbouring rows need little padding.
         for queue in ([row for row in rows if not row.start], [row for row in rows if row.start]):
@@ -352,11 +376,19 @@ class NativeEngine:
                 self._prefill(queue[:count])
                 del queue[:count]
         self._cache.copy(prefill_batch.late_copies)
+        if self._states is not None:
+            self._states.keep([(row.slot, row.place.keeps) for row in added if row.place.keeps is not None])
+            self._restore_states(row for row in added if row.place.in_batch)
         prefill_batch.end()
         if self._deterministic:
             self._blocks.evict_before(ALL_VERSIONS)
 
-    def _prefill(self, rows: list[_UncachedTokens]) -> None:
+    def _restore_states(self, rows: Iterable[_Added]) -> None:
+        """Copy the states that were kept after these rows' cached tokens to their slots."""
+        assert self._states is not None
+        self._states.restore([(row.place.state, row.slot) for row in rows if row.place.state is not None])
+
+    def _prefill(self, rows: list[_Added]) -> None:
         assert self._model is not None
         slots = [row.slot for row in rows]
         starts = np.array([row.start for row in rows])
@@ -372,7 +404,11 @@ class NativeEngine:
             images = self._images.features(parts)
         ids = np.concatenate([row.tokens for row in rows]).astype(np.int64)
         adding = PrefillAttention.plan(self._cache, places, starts, ends)
-        self._model.prefill(self._tensor(ids), self._tensor(positions), self._cache, adding, images)
+        recurrent = None
+        if self._states is not None:
+            at, lengths = self._tensor(np.array(slots)), self._tensor(ends - starts)
+            recurrent = PrefillRows(at, lengths, adding.padded, adding.shape)
+        self._model.prefill(self._tensor(ids), self._tensor(positions), self._cache, adding, images, recurrent)
 
     def _compact(self, trim: bool = False) -> None:
         """Move all blocks in use to their places in memory; `trim` also releases unneeded memory."""
@@ -437,11 +473,19 @@ class NativeEngine:
 
     def _preempt(self, slot: int) -> None:
         """Make a request wait again, before all others. It later continues after its last token."""
-        request, columns = self._slots.requests[slot], self._output_buffer.content(self._slots.spans[slot])
-        self._waiting = {request.id: WaitingRequest(request, columns)} | self._waiting
-        self._blocks_needed = 0
         self._insert_blocks([slot])
-        self._free_slots([slot])
+        self._wait_again([slot])
+
+    def _wait_again(self, slots: Sequence[int]) -> None:
+        """Free these slots; their requests wait before all others."""
+        again = {
+            (request := self._slots.requests[slot]).id: WaitingRequest(
+                request, self._output_buffer.content(self._slots.spans[slot])
+            )
+            for slot in slots
+        }
+        self._waiting, self._blocks_needed = again | self._waiting, 0
+        self._free_slots(slots)
 
     def _iterate(self) -> list[Output]:
         """One decode iteration: every live request gets a token. Returns the finished requests in order of slot."""
@@ -507,6 +551,9 @@ class NativeEngine:
             tokens = held.tokens() if self._arch.vision is None else held.keys()
             cached = tokens[: self._slots.positions[slot]]
             self._blocks.insert(cached, self._slots.blocks_of(slot), version, request.continues)
+            if (kept := self._blocks.keep_state(cached)) is not None:
+                assert self._states is not None
+                self._states.keep([(slot, kept)])
 
     def _free_slots(self, done: Sequence[int]) -> None:
         """Free these slots, and move the last live requests into them."""
@@ -514,7 +561,9 @@ class NativeEngine:
             return
         for slot in done:
             self._blocks.free(self._slots.blocks_of(slot))
-        self._slots.remove(done, self._output_buffer.end)
+        moves = self._slots.remove(done, self._output_buffer.end)
+        if self._states is not None:
+            self._states.move(moves)
         self._plan = self._decoding = None
 
     def _replan(self, rows: int) -> SamplingPlan:

@@ -16,13 +16,13 @@ NO_INDEX = -1
 
 def block_bytes(architecture: Architecture, block_tokens: int, dtype: torch.dtype) -> int:
     """Bytes of a block in all layers."""
-    numbers = 2 * architecture.num_layers * architecture.num_kv_heads * architecture.head_dim
+    numbers = 2 * architecture.num_attention_layers * architecture.num_kv_heads * architecture.head_dim
     return numbers * block_tokens * dtype.itemsize
 
 
 class KVCache:
-    """Keys and values of blocks: one tensor [2 (k, v), places, kv_heads, block_tokens, head_dim] per layer. A block's
-    place is its index in these tensors.
+    """Keys and values of blocks: one tensor [2 (k, v), places, kv_heads, block_tokens, head_dim] per layer with
+    attention. A block's place is its index in these tensors.
 
     compact() puts blocks with a similar number of readers next to each other, so attention reads each range of places
     (`ranges`) with one batched product and without a copy. All places hold finite numbers, so numbers that do not
@@ -34,7 +34,8 @@ class KVCache:
     ):
         self.block_tokens, self.max_blocks, self._device = block_tokens, max_blocks, device
         self._shape = (architecture.num_kv_heads, block_tokens, architecture.head_dim)
-        self.layers = [torch.zeros(2, 0, *self._shape, dtype=dtype, device=device)] * architecture.num_layers
+        layer = torch.zeros(2, 0, *self._shape, dtype=dtype, device=device)
+        self.layers = [layer] * architecture.num_attention_layers
         self.clear()
 
     def clear(self) -> None:

@@ -7,22 +7,25 @@ from collections.abc import Iterator
 from hpcrl.config import Config
 from hpcrl.engines.gen.native.spec import NativeConfig
 from hpcrl.models.shape import ModelShape
-from hpcrl.planner.generator import token_bytes, too_small_cache
+from hpcrl.planner.generator import state_bytes, token_bytes, too_small_cache
 from hpcrl.spec.problems import Problem
 
 
 def cache(config: Config, shape: ModelShape) -> tuple[int, None]:
-    """Bytes of the full cache, with the second copy of one layer that exists while the cache grows."""
-    one = _block_bytes(config, shape)
+    """Bytes of the full cache, with the second copy of one layer that exists while the cache grows, and of the states
+    of recurrent layers."""
+    one, states = _block_bytes(config, shape), _states(config, shape)
     num_blocks, budget = config.generator.max_num_seqs * _longest(config), _budget(config)
     if budget is not None:
-        num_blocks = min(num_blocks, budget // one)
-    return num_blocks * one + num_blocks * one // shape.num_layers, None
+        num_blocks = min(num_blocks, (budget - states) // one)
+    layers = sum(cache.keys > 0 for cache in shape.caches) or shape.num_layers
+    return num_blocks * one + num_blocks * one // layers + states, None
 
 
 def check(config: Config, shape: ModelShape) -> Iterator[Problem]:
     """Report a KV cache that is too small for one response of full length."""
-    return too_small_cache(config, "native", _budget(config), _longest(config) * _block_bytes(config, shape))
+    least = _longest(config) * _block_bytes(config, shape) + _states(config, shape)
+    return too_small_cache(config, "native", _budget(config), least)
 
 
 def _budget(config: Config) -> int | None:
@@ -31,6 +34,11 @@ def _budget(config: Config) -> int | None:
 
 def _block_bytes(config: Config, shape: ModelShape) -> int:
     return token_bytes(config, shape) * config.generator.section(NativeConfig).block_tokens
+
+
+def _states(config: Config, shape: ModelShape) -> int:
+    """Bytes of the states of all slots, and of as many kept ones."""
+    return 2 * config.generator.max_num_seqs * state_bytes(config, shape)
 
 
 def _longest(config: Config) -> int:

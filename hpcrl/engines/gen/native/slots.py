@@ -95,8 +95,9 @@ class Slots:
         """The ids of the slot's blocks."""
         return self.blocks[slot, : self.num_blocks[slot]].tolist()
 
-    def remove(self, slots: Sequence[int], iteration: int) -> None:
-        """Free these slots. From `iteration` on, the last live requests are in the slots that became free."""
+    def remove(self, slots: Sequence[int], iteration: int) -> list[tuple[int, int]]:
+        """Free these slots. From `iteration` on, the last live requests are in the slots that became free. Returns
+        their moves (from, to)."""
         left = self.num_live - len(slots)
         gone = set(slots)
         targets = [slot for slot in sorted(gone) if slot < left]
@@ -112,6 +113,7 @@ class Slots:
             self.slot_of[self.requests[target].id] = target
         del self.requests[left:], self.spans[left:]
         self.num_live = left
+        return list(zip(sources, targets, strict=True))
 
     def plan(self, rows: int, vocab_size: int, device: torch.device) -> SamplingPlan:
         """Sampling parameters of the first `rows` slots."""

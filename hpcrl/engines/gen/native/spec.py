@@ -22,7 +22,8 @@ class NativeConfig(Section):
     block_tokens: Positive = 32
     """Tokens of a block of the KV cache; responses with a common prefix share blocks."""
     kv_cache_gib: PositiveFloat | None = None
-    """Maximum memory of the KV cache, GiB; responses wait while it is full; null: max_num_seqs at full length."""
+    """Maximum memory of the KV cache, with recurrent layers' states, GiB; responses wait while it is full; null:
+    max_num_seqs at full length."""
 
     @property
     def kv_cache_bytes(self) -> int | None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from hpcrl.engines.gen.native.architecture import Architecture
 from hpcrl.engines.gen.native.kv import KVCache
 from hpcrl.engines.gen.native.paged_attention import DecodeAttention, PrefillAttention
+from hpcrl.engines.gen.native.recurrent import PrefillRows, RecurrentStates
 from hpcrl.engines.gen.native.weights import Dense, Experts, FusedWeights, Layer, LowRank
 
 LayerAdapters = Mapping[str, Sequence[LowRank]]
@@ -26,11 +27,19 @@ class ImageFeatures(NamedTuple):
 
 
 class Transformer:
-    """Forward passes over `weights` that read and write a KVCache."""
+    """Forward passes over `weights` that read and write a KVCache, and the states of recurrent layers."""
 
-    def __init__(self, architecture: Architecture, weights: FusedWeights, rotations: Sequence[Tensor]):
-        """`rotations` come from Architecture.rotations(), for the maximum sequence length."""
-        self._arch, self._weights, self._rotations = architecture, weights, rotations
+    def __init__(
+        self,
+        architecture: Architecture,
+        weights: FusedWeights,
+        rotations: Sequence[Tensor],
+        states: RecurrentStates | None = None,
+    ):
+        """`rotations` come from Architecture.rotations(), for the maximum sequence length. `states` may only be None if
+        no layer is recurrent."""
+        self._arch, self._weights, self._rotations, self._states = architecture, weights, rotations, states
+        self._cached_at = architecture.cached_at
         positions = len(rotations[0])
         self._windows = [None if w is None or w >= positions else w for w in architecture.windows]
         self._gate = _gelu_gated if architecture.decoder.gemma else _silu_gated
@@ -44,8 +53,10 @@ class Transformer:
         cache: KVCache,
         adding: PrefillAttention,
         images: ImageFeatures | None = None,
+        rows: PrefillRows | None = None,
     ) -> None:
-        """Write the keys and values of T tokens, from several rows, into the cache. ids are int64 [T], positions int64
+        """Write the keys and values of T tokens, from several rows, into the cache, and update the states of recurrent
+        layers, for which `rows` is given. ids are int64 [T], positions int64
         [T] or, for a model that takes images, [T, 3]; `images` are the features of some of the tokens."""
         a = self._arch
         rotations = [self._rotation(r, positions) for r in self._rotations]
@@ -53,10 +64,18 @@ class Transformer:
         if images is not None:
             x[images.places] = images.features.to(x.dtype)
         for i, layer in enumerate(self._weights.layers):
-            heads = self._qkv(layer, x, rotations[a.rope_of_layer[i]])
-            cache.write(i, adding.places, adding.slots, heads[:, a.num_heads :].unflatten(1, (2, a.num_kv_heads)))
-            if i + 1 < a.num_layers:
-                x = self._block(layer, x, adding.attend(heads, cache.layers[i], a, self._windows[i], layer.sinks))
+            at, projected = self._cached_at[i], self._projected(layer, x)
+            if layer.delta is not None:
+                assert self._states is not None and rows is not None
+                mixed = self._states.prefill(at, layer.delta, projected, rows, a.norm_eps)
+            else:
+                heads, gates = self._qkv(layer, projected, rotations[a.rope_of_layer[i]])
+                cache.write(at, adding.places, adding.slots, heads[:, a.num_heads :].unflatten(1, (2, a.num_kv_heads)))
+                if i + 1 == a.num_layers:
+                    return
+                mixed = adding.attend(heads, cache.layers[at], a, self._windows[i], layer.sinks)
+                mixed = mixed if gates is None else mixed.mul_(gates)
+            x = self._block(layer, x, mixed)
 
     def _rotation(self, rotations: Tensor, positions: Tensor) -> Tensor:
         """complex64 [T, 1, pairs]."""
@@ -80,15 +99,21 @@ class Transformer:
         rotations = [r[positions if rotary is None else rotary][:, None] for r in self._rotations]
         x = self._embedded(ids)
         masks = {w: decoding.mask(positions, cache.block_tokens, x.dtype, w) for w in set(self._windows)}
-        at = positions[:num_live]
-        places = decoding.places[:num_live].gather(1, at[:, None] // cache.block_tokens)[:, 0]
-        slots = at % cache.block_tokens
+        live = positions[:num_live]
+        places = decoding.places[:num_live].gather(1, live[:, None] // cache.block_tokens)[:, 0]
+        slots = live % cache.block_tokens
         for i, layer in enumerate(self._weights.layers):
-            heads = self._qkv(layer, x, rotations[a.rope_of_layer[i]])
-            cache.write(i, places, slots, heads[:num_live, a.num_heads :].unflatten(1, (2, a.num_kv_heads)))
-            mask = masks[self._windows[i]]
-            attended = decoding.attend(heads[:, : a.num_heads], cache.layers[i], mask, a, layer.sinks)
-            x = self._block(layer, x, attended)
+            at, projected = self._cached_at[i], self._projected(layer, x)
+            if layer.delta is not None:
+                assert self._states is not None
+                mixed = self._states.decode(at, layer.delta, projected, a.norm_eps)
+            else:
+                heads, gates = self._qkv(layer, projected, rotations[a.rope_of_layer[i]])
+                cache.write(at, places, slots, heads[:num_live, a.num_heads :].unflatten(1, (2, a.num_kv_heads)))
+                mask = masks[self._windows[i]]
+                mixed = decoding.attend(heads[:, : a.num_heads], cache.layers[at], mask, a, layer.sinks)
+                mixed = mixed if gates is None else mixed.mul_(gates)
+            x = self._block(layer, x, mixed)
         return self._logits(x)
 
     def _embedded(self, ids: Tensor) -> Tensor:
@@ -106,19 +131,27 @@ class Transformer:
             return F.rms_norm(x, x.shape[-1:], weight, self._arch.norm_eps)
         return F.rms_norm(x.float(), x.shape[-1:], weight, self._arch.norm_eps).to(x.dtype)
 
-    def _qkv(self, layer: Layer, x: Tensor, rotations: Tensor) -> Tensor:
-        """Heads [T, heads + 2 kv_heads, head_dim] of x [T, H]; q and k normalised and rotated."""
-        a, normed = self._arch, x if layer.attention_norm is None else self._norm(x, layer.attention_norm)
+    def _projected(self, layer: Layer, x: Tensor) -> Tensor:
+        """The product with Layer.qkv of x [T, H]."""
+        normed = x if layer.attention_norm is None else self._norm(x, layer.attention_norm)
         fused = normed @ layer.qkv if layer.qkv_bias is None else torch.addmm(layer.qkv_bias, normed, layer.qkv)
         _adapt(fused, normed, layer.adapters["qkv"])
-        heads = fused.view(-1, a.num_qkv_heads, a.head_dim)
+        return fused if layer.columns is None else fused.index_select(1, layer.columns)
+
+    def _qkv(self, layer: Layer, projected: Tensor, rotations: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Of _projected(): heads [T, heads + 2 kv_heads, head_dim], where q and k are normalised and rotated, and the
+        factors [T, heads * head_dim] of the attention's output, None without gates."""
+        a = self._arch
+        gates, heads = projected.view(-1, a.num_gates + a.num_qkv_heads, a.head_dim).split(
+            (a.num_gates, a.num_qkv_heads), 1
+        )
         qk = heads[:, : a.num_qk_heads]
         if layer.qk_norm is not None and not a.decoder.qk_norm_last:
             self._norm_heads(qk, layer.qk_norm)
         self._rotate(qk, rotations)
         if layer.qk_norm is not None and a.decoder.qk_norm_last:
             self._norm_heads(qk, layer.qk_norm)
-        return heads
+        return heads, gates.flatten(1).sigmoid() if a.num_gates else None
 
     def _norm_heads(self, qk: Tensor, weight: Tensor) -> None:
         """Normalise heads [T, heads + kv_heads, head_dim] in place."""

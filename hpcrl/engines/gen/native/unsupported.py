@@ -9,6 +9,9 @@ from hpcrl.models.families import family_of
 from hpcrl.models.rope import rope_type, ropes
 from hpcrl.models.shape import decoder_keys
 
+LINEAR = "linear_attention"
+"""The type of a layer with a gated delta rule."""
+
 FIXED_ROPE = ("linear", "llama3", "yarn", "longrope")
 """Kinds of rotary embedding (rope_type), in addition to the default, whose frequencies do not depend on the sequence
 length; for longrope, only up to the model's original length."""
@@ -17,7 +20,7 @@ length; for longrope, only up to the model's original length."""
 def unsupported(model: Mapping[str, Any], longest: int = 0) -> Iterator[str]:
     """The features that the engine would compute wrongly. `longest` is the maximum sequence length, 0 if not known."""
     family, model = family_of(model["model_type"]), decoder_keys(model)
-    decoder = family.decoder
+    decoder = family.decoder or family.unlisted
     assert decoder is not None
     sections = ropes(model)
     for rope in sections:
@@ -32,12 +35,15 @@ def unsupported(model: Mapping[str, Any], longest: int = 0) -> Iterator[str]:
     if not decoder.partly_rotated:
         yield from (f"partial_rotary_factor {factor!r}" for factor in factors if factor not in (None, 1.0))
     kinds = model.get("layer_types")
-    if decoder.windows == "by layer" and isinstance(kinds, list):
-        others = [kind for kind in kinds if kind not in ("full_attention", "sliding_attention")]
+    known = ("full_attention", LINEAR if decoder.delta_rule else "sliding_attention")
+    if (decoder.windows == "by layer" or decoder.delta_rule) and isinstance(kinds, list):
+        others = [kind for kind in kinds if kind not in known]
         yield from (f"a layer of type {kind!r}" for kind in others[:1])
     key, act = ("hidden_activation", "gelu_pytorch_tanh") if decoder.gemma else ("hidden_act", "silu")
     if (model.get(key) or act) != act:
         yield f"{key} {model[key]!r}"
+    if decoder.delta_rule and isinstance(kinds, list) and "full_attention" not in kinds:
+        yield "a model without attention"
     router = family.router(model)
     if decoder.experts and not 1 <= router.chosen_groups <= router.groups:
         yield f"topk_group={router.chosen_groups} of n_group={router.groups}"

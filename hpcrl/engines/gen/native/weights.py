@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 
 from hpcrl.config import LoRAConfig
 from hpcrl.engines.gen.native.architecture import Architecture
+from hpcrl.engines.gen.native.recurrent import Delta
 from hpcrl.models.tower import part_of
 from hpcrl.spec.lora import A, B, is_adapter, matches
 
@@ -64,14 +66,17 @@ class LowRank:
 
 @dataclass(slots=True)
 class Layer:
-    """One block. q heads come first, then k, then v."""
+    """One block, with attention or a gated delta rule. Attention's matrix has the gates of q heads first, if any, then q
+    heads, then k, then v; a delta rule's has the parts of DeltaSizes.projected, and `out` has its values."""
 
     attention_norm: Tensor | None  # [H]
     attention_post_norm: Tensor | None  # [H]
-    qkv: Tensor  # [H, (heads + 2 kv_heads) D]
-    qkv_bias: Tensor | None  # [(heads + 2 kv_heads) D]
+    qkv: Tensor  # [H, (gates + heads + 2 kv_heads) D] or [H, projected]
+    qkv_bias: Tensor | None  # [(gates + heads + 2 kv_heads) D]
+    columns: Tensor | None  # int64, the order of qkv's columns, if its matrix has the trainer's layout
     qk_norm: Tensor | None  # [heads + kv_heads, D]
     sinks: Tensor | None  # [heads]
+    delta: Delta | None
     out: Tensor  # [heads D, H]
     out_bias: Tensor | None  # [H]
     mlp_norm: Tensor | None  # [H]
@@ -85,7 +90,7 @@ class Layer:
 class _Target:
     view: Tensor  # the destination; a tensor of `shape` is broadcast to it
     shape: tuple[int, ...]
-    rotary_heads: int = 0  # number of first heads with interleaved rotated dimensions
+    order: Tensor | None = None  # int64 [rows], the row of the HF tensor for each row of the view
     parts: tuple[str, ...] = ()  # the required names that this tensor provides; if empty, its own name
     add: float = 0.0
 
@@ -115,7 +120,8 @@ class FusedWeights:
         self._float32_head, self.shared = float32_head and dtype != torch.float32, shared
         self._targets: dict[str, _Target] = {}
         first, count = architecture.num_layers, architecture.further_layers
-        self._unused = tuple(f"{architecture.decoder_prefix}layers.{i}." for i in range(first, first + count))
+        further = (f"{architecture.decoder_prefix}layers.{i}." for i in range(first, first + count))
+        self._unused = ("mtp.", *further)
         rotated = architecture.num_rotated
         self._interleaved = torch.arange(architecture.head_dim, device=device)
         self._interleaved[:rotated] = torch.arange(rotated, device=device).view(2, rotated // 2).t().flatten()
@@ -143,7 +149,7 @@ class FusedWeights:
 
     def parameters(self) -> dict[str, Tensor]:
         """By HF name, the destinations that hold exactly this name's tensor in its HF layout."""
-        exact = ((name, target) for name, target in self._targets.items() if not target.rotary_heads and not target.add)
+        exact = ((name, target) for name, target in self._targets.items() if target.order is None and not target.add)
         return {
             name: target.view
             for name, target in exact
@@ -173,11 +179,7 @@ class FusedWeights:
             loaded.update(parts)
             if target is None or tensor.is_set_to(target.view):  # already in place, as a trainer's parameter
                 continue
-            if target.rotary_heads:
-                heads = tensor.to(self._device).unflatten(0, (-1, self._arch.head_dim))
-                rotary, others = heads[: target.rotary_heads], heads[target.rotary_heads :]
-                tensor = torch.cat((rotary[:, self._interleaved], others)).flatten(0, 1)
-            target.view.copy_(tensor)
+            target.view.copy_(tensor if target.order is None else tensor.to(self._device)[target.order])
             if target.add:
                 target.view.add_(target.add)
         _require(required, loaded)
@@ -195,7 +197,6 @@ class FusedWeights:
     def loaded(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
         """The tensors that were loaded under these names, read back from the fused matrices. Tensors that are stored as
         a sum with a constant are left out, since the sum does not preserve their bits."""
-        inverse = self._interleaved.argsort()
         for name in names:
             target = self._targets.get(name)
             if target is None or target.add:
@@ -203,11 +204,7 @@ class FusedWeights:
             tensor = target.view
             if tensor.shape != target.shape:  # one copy per head; if a copy differs from the first, return it
                 tensor = tensor[(tensor != tensor[0]).any(dim=-1).long().argmax()]
-            if target.rotary_heads:
-                heads = tensor.unflatten(0, (-1, self._arch.head_dim))
-                rotary, others = heads[: target.rotary_heads], heads[target.rotary_heads :]
-                tensor = torch.cat((rotary[:, inverse], others)).flatten(0, 1)
-            yield name, tensor
+            yield name, tensor if target.order is None else tensor[target.order.argsort()]
 
     def _accept(self, name: str, tensor: Tensor) -> tuple[_Target | None, tuple[str, ...]]:
         """The destination of the tensor and the required names that it provides."""
@@ -241,20 +238,27 @@ class FusedWeights:
         view: Tensor,
         *,
         shape: tuple[int, ...] | None = None,
-        rotary_heads: int = 0,
+        order: Tensor | None = None,
         parts: tuple[str, ...] = (),
         add: float = 0.0,
     ) -> None:
-        heads = 0 if self.shared or self._arch.decoder.adjacent_pairs else rotary_heads
-        self._targets[name] = _Target(view, shape or tuple(view.shape), heads, parts, add)
+        self._targets[name] = _Target(view, shape or tuple(view.shape), order, parts, add)
+
+    def _rotary_order(self, num_heads: int, rotary_heads: int) -> Tensor | None:
+        """The order of rows if the rotated dimensions of the first heads are interleaved."""
+        if self.shared or self._arch.decoder.adjacent_pairs or not rotary_heads:
+            return None
+        rows = torch.arange(num_heads * self._arch.head_dim, device=self._device).view(num_heads, -1)
+        rows[:rotary_heads] = rows[:rotary_heads, self._interleaved]
+        return rows.flatten()
 
     def _linear(
-        self, name: str, matrix: Tensor, columns: slice = ALL, rotary_heads: int = 0, *, adapters: list[LowRank]
+        self, name: str, matrix: Tensor, columns: slice = ALL, order: Tensor | None = None, *, adapters: list[LowRank]
     ) -> None:
         """Add the target `name`.weight, which is some columns of a matrix [in, out], and the targets of its adapter if
         it has one."""
         part = matrix[:, columns].t()
-        self._target(f"{name}.weight", part, rotary_heads=rotary_heads)
+        self._target(f"{name}.weight", part, order=order)
         lora = self._lora
         if lora is None or "decoder" not in lora.parts or not matches(name, lora.target_modules):
             return
@@ -262,7 +266,7 @@ class FusedWeights:
         rank = lora.rank_of(name)
         found = LowRank(columns, self._empty(rank, inputs), self._empty(rows, rank), lora.scale_of(name))
         self._target(name + A, found.first)
-        self._target(name + B, found.second, rotary_heads=rotary_heads)
+        self._target(name + B, found.second, order=order)
         adapters.append(found)
 
     def _adapt_tower(self, lora: LoRAConfig, tower: nn.Module) -> None:
@@ -276,30 +280,26 @@ class FusedWeights:
                 module.register_forward_hook(functools.partial(_add_low_rank, first, second, lora.scale_of(name)))
 
     def _norm(self, name: str, *shape: int) -> Tensor:
-        """[H] or `shape`: the factors of a norm, which in Gemma's families are weight + 1 in float32."""
-        plain = not self._arch.decoder.gemma
+        """[H] or `shape`: the factors of a norm, in float32 if they are weight + 1."""
+        add = self._arch.decoder.norm_offset
         weight = torch.empty(
-            shape or (self._arch.hidden_size,), dtype=self._dtype if plain else torch.float32, device=self._device
+            shape or (self._arch.hidden_size,), dtype=torch.float32 if add else self._dtype, device=self._device
         )
         if not shape:
-            self._target(name, weight, add=0.0 if plain else 1.0)
+            self._target(name, weight, add=add)
         return weight
 
     def _layer(self, index: int) -> Layer:
         a, prefix = self._arch, f"{self._arch.decoder_prefix}layers.{index}."
-        hidden, attention, gemma = a.hidden_size, prefix + "self_attn.", a.decoder.gemma
+        gemma = a.decoder.gemma
         before, behind = not a.decoder.norms_after, a.decoder.norms_after or gemma
         after = prefix + "post_attention_layernorm.weight"  # after attention only if `behind`
         adapters: dict[str, list[LowRank]] = {key: [] for key in ("qkv", "out", "gate_up", "down", "shared_gate")}
-        layer = Layer(
+        make = self._delta if a.recurrent[index] else self._attention
+        return make(
+            prefix,
             attention_norm=self._norm(prefix + "input_layernorm.weight") if before else None,
             attention_post_norm=self._norm(after) if behind else None,
-            qkv=self._matrix(hidden, a.num_qkv_heads * a.head_dim),
-            qkv_bias=self._empty(a.num_qkv_heads * a.head_dim) if a.qkv_bias else None,
-            qk_norm=self._qk_norm(attention) if a.decoder.qk_norm else None,
-            sinks=self._named(attention + "sinks", a.num_heads) if a.decoder.sinks else None,
-            out=self._matrix(a.num_heads * a.head_dim, hidden),
-            out_bias=self._empty(hidden) if a.out_bias else None,
             mlp_norm=self._norm(prefix + "pre_feedforward_layernorm.weight" if gemma else after) if before else None,
             mlp_post_norm=self._norm(prefix + "post_feedforward_layernorm.weight") if behind else None,
             mlp=self._experts(prefix, adapters)
@@ -307,30 +307,103 @@ class FusedWeights:
             else self._dense(prefix + "mlp.", a.intermediate_size, adapters),
             adapters=adapters,
         )
-        self._linear(attention + "o_proj", layer.out, adapters=adapters["out"])
-        if layer.out_bias is not None:
-            self._target(attention + "o_proj.bias", layer.out_bias)
+
+    def _attention(self, layer: str, **others: Any) -> Layer:
+        """A layer with attention, of which `others` are the parts around it."""
+        a, prefix = self._arch, layer + "self_attn."
+        width = (a.num_gates + a.num_qkv_heads) * a.head_dim
+        made = Layer(
+            qkv=self._matrix(a.hidden_size, width),
+            qkv_bias=self._empty(width) if a.qkv_bias else None,
+            columns=None,
+            qk_norm=self._qk_norm(prefix) if a.decoder.qk_norm else None,
+            sinks=self._named(prefix + "sinks", a.num_heads) if a.decoder.sinks else None,
+            delta=None,
+            out=self._matrix(a.num_heads * a.head_dim, a.hidden_size),
+            out_bias=self._empty(a.hidden_size) if a.out_bias else None,
+            **others,
+        )
+        adapters = made.adapters
+        self._linear(prefix + "o_proj", made.out, adapters=adapters["out"])
+        if made.out_bias is not None:
+            self._target(prefix + "o_proj.bias", made.out_bias)
         if a.decoder.joined:
-            self._linear(attention + "qkv_proj", layer.qkv, rotary_heads=a.num_qk_heads, adapters=adapters["qkv"])
-            return layer
-        bounds = {"q": (0, a.num_heads), "k": (a.num_heads, a.num_qk_heads), "v": (a.num_qk_heads, a.num_qkv_heads)}
-        for which, (first, last) in bounds.items():
-            columns, rotary = slice(first * a.head_dim, last * a.head_dim), (last - first) * (which != "v")
-            self._linear(f"{attention}{which}_proj", layer.qkv, columns, rotary, adapters=adapters["qkv"])
-            if layer.qkv_bias is not None:
-                self._target(f"{attention}{which}_proj.bias", layer.qkv_bias[columns], rotary_heads=rotary)
-        return layer
+            order = self._rotary_order(a.num_qkv_heads, a.num_qk_heads)
+            self._linear(prefix + "qkv_proj", made.qkv, order=order, adapters=adapters["qkv"])
+            return made
+        first = 0
+        for which, heads in (("q", a.num_gates + a.num_heads), ("k", a.num_kv_heads), ("v", a.num_kv_heads)):
+            columns = slice(first, first := first + heads * a.head_dim)
+            order = self._rotary_order(heads, heads * (which != "v"))
+            if which == "q" and a.num_gates:
+                order = self._behind_gates(order)
+                if self.shared:
+                    rest = torch.arange(len(order), width, device=self._device)
+                    made.columns, order = torch.cat((order, rest)), None
+            self._linear(f"{prefix}{which}_proj", made.qkv, columns, order, adapters=adapters["qkv"])
+            if made.qkv_bias is not None:
+                self._target(f"{prefix}{which}_proj.bias", made.qkv_bias[columns], order=order)
+        return made
+
+    def _behind_gates(self, order: Tensor | None) -> Tensor:
+        """The order of q_proj's rows if each head's gate is behind its query there, and all gates come first here.
+        `order` is the order of a head's dimensions, repeated for queries and gates."""
+        heads, size = self._arch.num_heads, self._arch.head_dim
+        rows = torch.arange(2 * heads * size, device=self._device).view(heads, 2, size)
+        inside = torch.arange(size, device=self._device) if order is None else order[:size]
+        return torch.cat((rows[:, 1].flatten(), rows[:, 0][:, inside].flatten()))
+
+    def _delta(self, layer: str, **others: Any) -> Layer:
+        """A layer with a gated delta rule, of which `others` are the parts around it."""
+        a, sizes, prefix = self._arch, self._arch.delta, layer + "linear_attn."
+        assert sizes is not None
+        delta = Delta(
+            convolution=self._empty(sizes.convolved, sizes.kernel),
+            log_decay=self._named(prefix + "A_log", sizes.num_heads),
+            decay_bias=self._named(prefix + "dt_bias", sizes.num_heads),
+            norm=self._named(prefix + "norm.weight", sizes.value_dim),
+        )
+        self._target(prefix + "conv1d.weight", delta.convolution[:, None])
+        made = Layer(
+            qkv=self._matrix(a.hidden_size, sizes.projected),
+            qkv_bias=None,
+            columns=None,
+            qk_norm=None,
+            sinks=None,
+            delta=delta,
+            out=self._matrix(sizes.values, a.hidden_size),
+            out_bias=None,
+            **others,
+        )
+        self._linear(prefix + "out_proj", made.out, adapters=made.adapters["out"])
+        orders: dict[str, Tensor | None]
+        if a.decoder.separate_delta:
+            widths = {"qkv": sizes.convolved, "z": sizes.values, "b": sizes.num_heads, "a": sizes.num_heads}
+            orders = dict.fromkeys(widths)
+        else:
+            widths = {"qkvz": sizes.convolved + sizes.values, "ba": 2 * sizes.num_heads}
+            joint = [torch.tensor(order, device=self._device) for order in sizes.joint_order()]
+            orders = dict(zip(widths, joint, strict=True))
+            if self.shared:
+                made.columns, orders = torch.cat((joint[0], joint[1] + widths["qkvz"])), dict.fromkeys(widths)
+        first = 0
+        for which, width in widths.items():
+            columns = slice(first, first := first + width)
+            name = f"{prefix}in_proj_{which}"
+            self._linear(name, made.qkv, columns, orders[which], adapters=made.adapters["qkv"])
+        return made
 
     def _qk_norm(self, prefix: str) -> Tensor:
         """[heads + kv_heads, D]: the q norm for each q head, then the k norm."""
         a, decoder = self._arch, self._arch.decoder
-        norm, add = self._norm("", a.num_qk_heads, a.head_dim), 1.0 if decoder.gemma else 0.0
+        norm, add = self._norm("", a.num_qk_heads, a.head_dim), decoder.norm_offset
         for which, heads in zip(decoder.qk_norm_names, (norm[: a.num_heads], norm[a.num_heads :]), strict=True):
             name = f"{prefix}{which}.weight"
             if decoder.qk_norm_joint:
-                self._target(name, heads.flatten(), rotary_heads=len(heads), add=add)
+                order = self._rotary_order(len(heads), len(heads))
+                self._target(name, heads.flatten(), order=order, add=add)
             else:
-                self._target(name, heads, shape=(a.head_dim,), rotary_heads=1, add=add)
+                self._target(name, heads, shape=(a.head_dim,), order=self._rotary_order(1, 1), add=add)
         return norm
 
     def _dense(self, prefix: str, size: int, adapters: dict[str, list[LowRank]]) -> Dense:
