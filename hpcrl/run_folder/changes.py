@@ -31,6 +31,7 @@ MAY_CHANGE = (
     "resume",
     "dry_run",
     "check_weights",
+    "model.mtp",
     "run_name",
     "run_dir",
     "trackers",

@@ -13,6 +13,7 @@ from torch import Tensor
 from hpcrl.engines.gen.native.unsupported import unsupported
 from hpcrl.models.families import NATIVE, family_of, read_shape, read_vision_of
 from hpcrl.models.mrope import axes_of_pairs
+from hpcrl.models.mtp import num_mtp_layers
 from hpcrl.models.router import ExpertRouter
 from hpcrl.models.shape import CannotPlanError, Decoder, ModelShape
 from hpcrl.models.vision import Vision
@@ -148,7 +149,7 @@ def read_architecture(path: Path) -> Architecture:
         rope_of_layer=tuple(ropes.index(_rope(config, kind, shape)) for kind in kinds),
         windows=tuple(config.sliding_window if kind == "sliding_attention" else None for kind in kinds),
         max_positions=_max_positions(config),
-        further_layers=getattr(config, family.predicts_further) if family.predicts_further else 0,
+        further_layers=num_mtp_layers(config.to_dict()),
         eos_ids=_eos_ids(path, config),
         vision=vision,
         axis_of_pair=axes_of_pairs(config.rope_parameters["mrope_section"]) if vision is not None else (),
