@@ -49,6 +49,12 @@ def _parser() -> ArgumentParser:
     parser.add_argument(
         "--model", type=Path, metavar="DIR", help="folder with config.json and tokenizer, if the checkpoint has none"
     )
+    parser.add_argument(
+        "--mtp",
+        choices=("keep", "drop"),
+        default="keep",
+        help="multi-token prediction layers: copy them from the model's folder, or leave them out (keep)",
+    )
     parser.add_argument("--dtype", choices=tuple(DTYPES), help="default: as in the checkpoint")
     parser.add_argument(
         "--verify", action="store_true", help="verify the checkpoint's checksums; read the output back and compare it"
@@ -73,7 +79,7 @@ def _convert(words: argparse.Namespace) -> str:
     began = time.monotonic()
     dtype = getattr(torch, DTYPES[words.dtype]) if words.dtype else None
     hashes, most_bytes = not words.skip_hashes, int(words.shard_gb * 1e9)
-    options = ConvertOptions(words.model, dtype, words.verify, hashes, most_bytes, words.threads)
+    options = ConvertOptions(words.model, dtype, words.verify, hashes, most_bytes, words.threads, mtp=words.mtp)
     result = (to_megatron if words.to == "megatron" else to_hf)(words.checkpoint, words.output, options)
     seconds = time.monotonic() - began
     rate = f", {result.written_bytes / 1e6 / seconds:.0f} MB/s" if result.written_bytes else ""

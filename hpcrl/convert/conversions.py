@@ -12,6 +12,7 @@ import torch
 
 from hpcrl.convert.checkpoints import find, is_quantised, read_config
 from hpcrl.convert.dequantize import QuantisedWeights, without_quantisation
+from hpcrl.convert.mtp import with_mtp
 from hpcrl.convert.outputs import (
     hf_files,
     hf_small_files,
@@ -21,6 +22,7 @@ from hpcrl.convert.outputs import (
 )
 from hpcrl.convert.sources import ModelWeights, TensorSource, opened
 from hpcrl.convert.streaming import OutFile, default_threads, write_folder
+from hpcrl.models.mtp import MTP, with_mtp_keys
 
 SHARD_BYTES = 4_000_000_000
 VOCABULARY_MULTIPLE = 128
@@ -43,6 +45,7 @@ class ConvertOptions:
             call resumes.
         fence: Called before the output gets its final name.
         again: Accept a complete output, which an earlier call may have written before it was killed.
+        mtp: Whether a model in HF layout gets the multi-token prediction layers of the model's folder.
     """
 
     model: Path | None = None
@@ -55,6 +58,7 @@ class ConvertOptions:
     report_progress: Callable[[], None] = lambda: None
     fence: Callable[[], None] = lambda: None
     again: bool = False
+    mtp: MTP = "keep"
 
 
 @dataclass(frozen=True)
@@ -77,13 +81,15 @@ def to_hf(checkpoint: Path, output: Path, options: ConvertOptions) -> Converted:
     found = find(checkpoint, options.model, options.hashes, tell, options.report_progress)
     config = read_config(found.model)
     quantised = is_quantised(found.folder)
-    source: TensorSource = QuantisedWeights(found.folder, config) if quantised else opened(found.folder, config)
+    whole = QuantisedWeights(found.folder, config) if quantised else opened(found.folder, config)
+    source = with_mtp(whole, config, found.model, options.mtp, tell)
     try:
         dtypes = output_dtypes(source, options.dtype)
         if options.verify:
             source.check_sums(options.report_progress)
         files = hf_files(source, dtypes, options.most_bytes)
-        config = (without_quantisation(config) if quantised else config) | (_critic(config) if source.values else {})
+        config = with_mtp_keys(without_quantisation(config), config, kept=bool(source.names))
+        config |= _critic(config) if source.values else {}
         small = hf_small_files(files, dtypes, config, found.model)
         return _write(found.folder, output, source, dtypes, files, small, options)
     finally:

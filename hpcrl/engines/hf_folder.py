@@ -1,4 +1,5 @@
-"""Model folders in Hugging Face layout: save a transformers model, and write the files that new weights need."""
+"""Model folders in Hugging Face layout: save a transformers model, and write the files that new weights need, with the
+multi-token prediction layers of the folder that was trained."""
 
 from __future__ import annotations
 
@@ -14,6 +15,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from hpcrl.models.mtp import MTP, mtp_names, with_mtp_keys
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+FILE_BYTES = 5 << 30
+"""Maximum size of a weight file, or one tensor."""
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -65,3 +71,74 @@ def write_config(
     content.pop("torch_dtype", None)  # the name that transformers used before version 5
     content["dtype"] = str(dtype).removeprefix("torch.")
     (folder / "config.json").write_text(json.dumps(content, indent=2) + "\n")
+
+
+def add_mtp(source: Path, folder: Path, mtp: MTP) -> None:
+    """Add the source's tensors of multi-token prediction layers, unchanged, to the weights of `folder`, and set the
+    layers' number in its config.json: the source's, or 0 with `drop` and for a source without such tensors."""
+    origin = json.loads((source / "config.json").read_text())
+    files = _file_names(source) if mtp == "keep" else {}
+    kept: dict[Path, list[str]] = {}
+    for name in mtp_names(origin, files):
+        kept.setdefault(source / files[name], []).append(name)
+    config = folder / "config.json"
+    content = with_mtp_keys(json.loads(config.read_text()), origin, kept=bool(kept))
+    config.write_text(json.dumps(content, indent=2) + "\n")
+    if kept:
+        _add_files(kept, folder)
+
+
+def _add_files(kept: Mapping[Path, list[str]], folder: Path) -> None:
+    """Write tensors of other files to further weight files of a folder, at most FILE_BYTES at a time in memory."""
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    index = _index_of(folder)
+    current: dict[str, Tensor] = {}
+    count = 0
+
+    def write() -> None:
+        nonlocal count
+        name = f"model-mtp-{(count := count + 1):05}.safetensors"
+        save_file(current, folder / name, metadata={"format": "pt"})
+        index["weight_map"] |= dict.fromkeys(current, name)
+        index["metadata"]["total_size"] += sum(tensor.nbytes for tensor in current.values())
+        current.clear()
+
+    for file, names in kept.items():
+        with safe_open(file, framework="pt") as tensors:
+            for name in names:
+                tensor = tensors.get_tensor(name)
+                if current and tensor.nbytes + sum(other.nbytes for other in current.values()) > FILE_BYTES:
+                    write()
+                current[name] = tensor
+    write()
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _file_names(folder: Path) -> dict[str, str]:
+    """Tensor -> safetensors file of a folder; empty for other formats."""
+    from safetensors import safe_open
+
+    if (folder / INDEX).is_file():
+        found: dict[str, str] = json.loads((folder / INDEX).read_text())["weight_map"]
+        return found
+    files: dict[str, str] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as tensors:
+            files |= dict.fromkeys(tensors.keys(), file.name)
+    return files
+
+
+def _index_of(folder: Path) -> dict[str, Any]:
+    """The content of a folder's index. A single weight file gets a name that readers of an index prefer."""
+    from safetensors import safe_open
+
+    if (folder / INDEX).is_file():
+        found: dict[str, Any] = json.loads((folder / INDEX).read_text())
+        return found
+    name = "model-00001-of-00001.safetensors"
+    size = (file := folder / SINGLE).stat().st_size
+    file.rename(folder / name)
+    with safe_open(folder / name, framework="pt") as tensors:
+        return {"metadata": {"total_size": size}, "weight_map": dict.fromkeys(tensors.keys(), name)}

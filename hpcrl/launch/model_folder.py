@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcrl.models.families import PLANNED, family_of, read_shape
+from hpcrl.models.mtp import num_mtp_layers
 from hpcrl.models.shape import CannotPlanError, decoder_keys, wrong_size
 from hpcrl.models.transformers_models import SCALAR_HEADS
 
@@ -207,8 +208,7 @@ def _wrong_shapes(found: ModelFolder) -> Iterator[str]:
             yield f"{name} is missing from the weights"
         elif shapes[name] != wanted:
             yield f"{name} has shape {list(shapes[name])}, config.json requires {list(wanted)}"
-    ahead = config.get(family_of(found.model_type).predicts_further) or 0
-    if f"model.layers.{shape.num_layers + (ahead if isinstance(ahead, int) else 0)}.input_layernorm.weight" in shapes:
+    if f"model.layers.{shape.num_layers + num_mtp_layers(config)}.input_layernorm.weight" in shapes:
         yield f"the weights have more layers than num_hidden_layers = {shape.num_layers}"
 
 

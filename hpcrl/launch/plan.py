@@ -15,6 +15,7 @@ from hpcrl.launch.model_folder import ModelFolder
 from hpcrl.launch.presets import preset_of
 from hpcrl.launch.resources import memory_rows, node_rows, step_rows, storage_rows, trainer_rows, update_rows
 from hpcrl.models.families import read_shape, shape_of
+from hpcrl.models.mtp import mtp_line
 from hpcrl.models.shape import CannotPlanError, ModelShape
 from hpcrl.models.tower import PREFIX
 from hpcrl.planner.adapters import trained
@@ -81,6 +82,9 @@ def _inputs(
     if held == "bfloat16" != config.model.dtype:
         text = f"the model's files are in {held}; the model is kept, and exported to hf/, in {config.model.dtype}"
         yield "", f"note: {text} (model.dtype)"
+    if model is not None and config.pipeline_spec.learns:
+        text = mtp_line(model.config, model.shapes or None, config.model.mtp)
+        yield from [("", text)] if text else []
     if layout.ranks["reference"] and config.reference.path is not None:
         yield "", f"reference {_folder(config.reference.path)}, frozen"
     yield from _engines(config)

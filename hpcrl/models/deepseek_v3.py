@@ -191,13 +191,11 @@ FAMILY = Family(
         lacks=_lacks,
         stores_own_names=True,
     ),
-    predicts_further="num_nextn_predict_layers",
 )
 KIMI = Family(
     model_types=("kimi_k2",),
     decoder=Decoder(),
     read=read_shape,
-    predicts_further="num_nextn_predict_layers",
     untrainable="transformers has no such model_type; its layers are DeepSeek-V3's, so set model_type=deepseek_v3 in "
     "its config.json and remove auto_map",
 )

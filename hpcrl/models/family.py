@@ -81,9 +81,6 @@ class Family:
     """Whether logits_scaling multiplies logits; in other families it divides them."""
     renamed_in_files: bool = False
     """Whether tensor names in files differ from transformers' names in memory."""
-    predicts_further: str = ""
-    """The config.json key for the number of multi-token prediction layers. Files have them after the other layers;
-    transformers' model does not have them."""
     transposes_experts: bool = False
     """Whether transformers transposes the merged matrices of experts when it reads files."""
     peft_experts: frozenset[str] = frozenset()

@@ -32,5 +32,4 @@ FAMILY = Family(
     router=sigmoid_router,
     native=True,
     megatron=MegatronModel(layers=CorrectedLayers, rope_types=("default", "linear", "llama3")),
-    predicts_further="num_nextn_predict_layers",
 )

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
+from hpcrl.models.mtp import MTP
 from hpcrl.spec.fields import NUMBER, Section
 from hpcrl.spec.kinds import PipelineSpec
 from hpcrl.spec.problems import Problem
@@ -40,6 +41,8 @@ class ConvertConfig(Section):
     """Read the model back from the disk, and compare it with the checkpoint."""
     shard_gb: Annotated[float, Field(gt=0, le=1000), NUMBER] = 4.0
     """Maximum size of a weight file, GB; a larger tensor has its own file."""
+    mtp: MTP = "keep"
+    """Multi-token prediction layers: `keep` copies them from the model's folder, `drop` leaves them out."""
     hashes: bool = True
     """Check the SHA-256 of every file of an hpcrl checkpoint before the conversion; false: check file sizes only."""
 
@@ -100,6 +103,7 @@ def convert(run: Rank0Run) -> None:
         report_progress=run.report_progress,
         fence=run.fence,
         again=run.resumes,
+        mtp=section.mtp,
     )
     try:
         done = to_hf(Path(section.source or ""), target, options)

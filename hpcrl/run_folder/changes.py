@@ -32,6 +32,7 @@ MAY_CHANGE = (
     "resume",
     "dry_run",
     "check_weights",
+    "model.mtp",
     "run_name",
     "run_dir",
     "trackers",

@@ -3,6 +3,7 @@ loads. FSDP2's checkpoints of further families."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from hpcrl.convert.__main__ import main
 from hpcrl.engines.train.fsdp2.engine import FSDP2Engine
 from tests.checkpoint.writing import write_files
 from tests.engines.architectures import make_folder
+from tests.engines.mtp import add_mtp_layers
 from tests.engines.worlds import make_model_folder
 
 pytestmark = [pytest.mark.slow, pytest.mark.numerics]
@@ -68,6 +70,35 @@ def test_megatrons_checkpoints_convert_both_ways(family: str, world_of_one: None
     vocabulary = len(weights(model)["model.embed_tokens.weight"])  # the paddings differ
     found = engine.weights.parameters
     assert all(torch.equal(found[name][:vocabulary], tensor[:vocabulary]) for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])
+def test_mtp_layers_pass_through_training_and_conversion(family: str, world_of_one: None, tmp_path: Path) -> None:
+    pytest.importorskip("megatron.core")
+    from hpcrl.engines.train.megatron.engine import MegatronEngine
+
+    model = make_model_folder(family, tmp_path / "model", **FAMILIES[family])
+    added = add_mtp_layers(model)
+    settings = TrainerConfig(engine="megatron")
+    engine = MegatronEngine(settings, model, total_steps=1)
+    engine.export_hf(tmp_path / "kept")
+    check_equal(tmp_path / "kept", model)
+    assert key_of(tmp_path / "kept") == 1
+    engine.mtp = "drop"
+    engine.export_hf(tmp_path / "dropped")
+    assert weights(tmp_path / "dropped").keys() == weights(model).keys() - added and key_of(tmp_path / "dropped") == 0
+
+    (tmp_path / "step").mkdir()
+    write_files(tmp_path / "step", engine.snapshot())
+    convert("--checkpoint", tmp_path / "step", "--model", model, "--output", tmp_path / "hf", "--verify")
+    check_equal(tmp_path / "hf", model)
+    convert("--checkpoint", tmp_path / "step", "--model", model, "--output", tmp_path / "small", "--mtp", "drop")
+    assert weights(tmp_path / "small").keys() == weights(model).keys() - added and key_of(tmp_path / "small") == 0
+
+
+def key_of(folder: Path) -> int:
+    number: int = json.loads((folder / "config.json").read_text())["num_nextn_predict_layers"]
+    return number
 
 
 def load_as_megatron_does(engine: Any, folder: Path) -> None:

@@ -14,6 +14,7 @@ from hpcrl.engines.gen.native.recurrent import DeltaSizes
 from hpcrl.engines.gen.native.unsupported import LINEAR, unsupported
 from hpcrl.models.families import NATIVE, family_of, read_shape, read_vision_of
 from hpcrl.models.mrope import axes_of_pairs
+from hpcrl.models.mtp import num_mtp_layers
 from hpcrl.models.router import ExpertRouter
 from hpcrl.models.shape import CannotPlanError, Decoder, ModelShape
 from hpcrl.models.vision import Vision
@@ -169,7 +170,7 @@ def read_architecture(path: Path) -> Architecture:
         delta=_delta(config) if any(recurrent) else None,
         windows=tuple(config.sliding_window if kind == "sliding_attention" else None for kind in kinds),
         max_positions=_max_positions(config),
-        further_layers=getattr(config, family.predicts_further) if family.predicts_further else 0,
+        further_layers=num_mtp_layers(config.to_dict()),
         eos_ids=_eos_ids(path, config),
         vision=vision,
         axis_of_pair=_axes(config, decoder, head_dim) if vision is not None else (),

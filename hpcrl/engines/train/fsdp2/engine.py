@@ -47,6 +47,7 @@ from hpcrl.engines.train.schedule import learning_rate, update_stats
 from hpcrl.engines.train.training_engine import check_micro_batches
 from hpcrl.metrics.stats import Stats, merge
 from hpcrl.models.families import vision_of
+from hpcrl.models.mtp import MTP
 from hpcrl.rollout.batch import Batch, MicroBatches, Norms
 from hpcrl.rollout.batch_images import keys_of
 from hpcrl.rollout.device_copies import to_device, to_host
@@ -73,6 +74,7 @@ def arguments(config: Config, total_steps: int) -> dict[str, Any]:
         "device": "cuda" if torch.cuda.is_available() else "cpu",
         "deterministic": config.deterministic,
         "seed": config.seed,
+        "mtp": config.model.mtp,
     }
 
 
@@ -99,6 +101,7 @@ class FSDP2Engine:
         deterministic: bool = False,
         replay: bool = False,
         seed: int = 0,
+        mtp: MTP = "keep",
     ):
         """Load an HF folder and shard the model. Collective. ValueError on every rank if the folder cannot be used.
 
@@ -109,8 +112,10 @@ class FSDP2Engine:
             total_steps: Optimizer steps of the whole run, for the learning-rate schedule.
             trainable: False for a frozen model (the reference): no gradients, no optimizer.
             replay: Route tokens to the experts in the batch's field `routes`.
+            mtp: Whether exports have the folder's multi-token prediction layers.
         """
         self.config, self.model_path, self.total_steps = config, Path(model_path), total_steps
+        self.mtp: MTP = "drop" if "values" in self.computes else mtp
         self.vision = vision_of(self.model_path)
         if self.vision is not None and self.kind is CAUSAL:
             self.kind = SEEING
@@ -532,7 +537,7 @@ class FSDP2Engine:
         named = self._gathered(names, {}) if self.sharded else ((name, self.weights[name].detach()) for name in names)
         weights = {name: t.to("cpu", self.dtype, copy=self.sharded) for name, t in named if is_writer}
         if is_writer:
-            write_model(self.model.hf, weights, self.model_path, Path(folder), self.lora)
+            write_model(self.model.hf, weights, self.model_path, Path(folder), self.mtp, self.lora)
         dist.barrier()
 
     def config_summary(self) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from transformers import AutoConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging as transformers_logging
 
-from hpcrl.engines.hf_folder import copy_beside_weights, save_model, write_config
+from hpcrl.engines.hf_folder import add_mtp, copy_beside_weights, save_model, write_config
 from hpcrl.engines.train.fsdp2.exchange import assemble
 from hpcrl.engines.train.fsdp2.images import ImageInputs
 from hpcrl.engines.train.fsdp2.logits import Head, token_logprobs
@@ -38,6 +38,7 @@ from hpcrl.engines.train.fsdp2.row_mixers import RowMixers, mixers_of
 from hpcrl.engines.train.fsdp2.spec import unpackable
 from hpcrl.engines.train.fsdp2.tensor_parallel import TensorParallel
 from hpcrl.models.families import family_of
+from hpcrl.models.mtp import MTP
 from hpcrl.models.rope import rope_types
 from hpcrl.models.vision import BothWays
 from hpcrl.system.files import new_folder
@@ -312,10 +313,11 @@ def read_model(path: Path, dtype: torch.dtype, kind: Kind = CAUSAL) -> PreTraine
 
 
 def write_model(
-    hf: PreTrainedModel, weights: dict[str, Tensor], origin: Path, folder: Path, lora: Adapters | None = None
+    hf: PreTrainedModel, weights: dict[str, Tensor], origin: Path, folder: Path, mtp: MTP, lora: Adapters | None = None
 ) -> None:
-    """Write weights (by name), config and index, and copy tokenizer and generation config from `origin`. Adapters are
-    merged, and also written to the subfolder `adapter` for peft. The folder is written completely or left unchanged;
+    """Write weights (by name), config and index, and copy tokenizer, generation config and, according to `mtp`, the
+    multi-token prediction layers from `origin`. Adapters are merged, and also written to the subfolder `adapter` for
+    peft. The folder is written completely or left unchanged;
     OSError gives the cause."""
     with new_folder(folder) as partial:
         try:
@@ -326,6 +328,7 @@ def write_model(
             with _quiet():
                 save_model(hf, partial, state_dict=weights, max_shard_size="5GB")
             write_config(partial, partial, dtype)
+            add_mtp(origin, partial, mtp)
         except SafetensorError as error:  # raised on a full disk
             number = re.search(r"os error (\d+)", str(error))
             raise OSError(int(number[1]) if number else errno.EIO, _line(error), str(folder)) from error

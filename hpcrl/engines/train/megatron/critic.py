@@ -102,4 +102,4 @@ class MegatronCritic(MegatronEngine):
         name = MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES[self.description.shape.family]
         labels = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
         self._gather()
-        export(self.weights, self.model_path, Path(folder), self.dtype, {"architectures": [name], **labels})
+        export(self.weights, self.model_path, Path(folder), self.dtype, "drop", {"architectures": [name], **labels})

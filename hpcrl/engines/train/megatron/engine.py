@@ -47,6 +47,7 @@ from hpcrl.engines.train.schedule import learning_rate, update_stats
 from hpcrl.engines.train.stored_state import is_megatron
 from hpcrl.engines.train.training_engine import check_micro_batches
 from hpcrl.metrics.stats import Stats, merge
+from hpcrl.models.mtp import MTP
 from hpcrl.rollout.batch import Batch, MicroBatches, Norms
 from hpcrl.rollout.device_copies import to_host
 from hpcrl.spec.weight_layout import TensorShards
@@ -62,6 +63,7 @@ def make(config: Config, model_path: Path, total_steps: int, trainable: bool) ->
         trainable=trainable,
         deterministic=config.deterministic,
         replay=trainable and routes_of(config, model_path) is not None,
+        mtp=config.model.mtp,
     )
 
 
@@ -82,6 +84,7 @@ class MegatronEngine:
         trainable: bool = True,
         deterministic: bool = False,
         replay: bool = False,
+        mtp: MTP = "keep",
     ):
         """Build this rank's part of an HF folder's model and read its weights. Collective.
 
@@ -89,12 +92,13 @@ class MegatronEngine:
             total_steps: Optimizer steps of the whole run, for the learning-rate schedule.
             trainable: False for a frozen model (the reference): no gradients, no optimizer.
             replay: Route tokens to the experts in the batch's field `routes`.
+            mtp: Whether exports have the folder's multi-token prediction layers.
 
         ValueError on every rank if the folder cannot be used, or a GPU's rank lacks Transformer Engine.
         """
         cpu.install()
         part_by_processor(os.environ)
-        self.config, self.own, self.model_path = config, own or MegatronConfig(), Path(model_path)
+        self.config, self.own, self.model_path, self.mtp = config, own or MegatronConfig(), Path(model_path), mtp
         self.total_steps, self.trainable, self.optimizer_step = total_steps, trainable, 0
         self.device = (
             torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
@@ -426,7 +430,7 @@ class MegatronEngine:
     def export_hf(self, folder: Path) -> None:
         """See TrainEngine. Rank 0 holds one file's tensors at a time."""
         self._gather()
-        export(self.weights, self.model_path, Path(folder), self.dtype)
+        export(self.weights, self.model_path, Path(folder), self.dtype, self.mtp)
 
     def config_summary(self) -> dict[str, Any]:
         """See TrainEngine."""

@@ -13,11 +13,10 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
-from hpcrl.engines.hf_folder import copy_beside_weights, write_config
-from hpcrl.engines.train.megatron.weights import INDEX, SINGLE, HFWeights
+from hpcrl.engines.hf_folder import FILE_BYTES, INDEX, SINGLE, add_mtp, copy_beside_weights, write_config
+from hpcrl.engines.train.megatron.weights import HFWeights
+from hpcrl.models.mtp import MTP
 from hpcrl.system.files import new_folder
-
-FILE_BYTES = 5 << 30
 
 
 def export(
@@ -25,15 +24,18 @@ def export(
     origin: Path,
     folder: Path,
     dtype: torch.dtype,
+    mtp: MTP,
     config: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
-    """Write weights, index, and config, tokenizer and generation config of the folder `origin`. `config` has keys that
-    differ from origin's config.json. The folder is written completely or left unchanged. Collective; rank 0 writes."""
+    """Write weights, index, and config, tokenizer and generation config of the folder `origin`, with its multi-token
+    prediction layers according to `mtp`. `config` has keys that differ from origin's config.json. The folder is written
+    completely or left unchanged. Collective; rank 0 writes."""
     named = weights.to_files()
     if dist.get_rank() == 0:
         with new_folder(folder) as partial:
             _write_tensors(named, partial)
             write_config(origin, partial, dtype, config)
+            add_mtp(origin, partial, mtp)
             copy_beside_weights(origin, partial)
     else:
         for _ in named:

@@ -17,6 +17,7 @@ from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from hpcrl.engines.hf_folder import INDEX, SINGLE
 from hpcrl.engines.train.megatron.gpt_model import Description
 from hpcrl.engines.train.megatron.names import HEAD, Entry, LayerSpec, NameTable, parts, shard, shard_slices, table
 from hpcrl.engines.train.megatron.parallel import padded_vocabulary, split_layers
@@ -27,7 +28,6 @@ from hpcrl.spec.weight_layout import TensorShards, TensorSlice
 
 EXPERT_BIAS = "router.expert_bias"
 """Ending of the name of a router's bias, which is fp32, whatever dtype the parameters have."""
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def state_of(chunk: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
