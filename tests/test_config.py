@@ -270,8 +270,17 @@ def test_consequences_of_an_unreadable_value_are_not_reported() -> None:
             "algorithm.ref_update_steps: not read here, kl_reward_coef and kl_loss_coef are 0",
         ),
         (
-            ["trainer.engine=megatron", "trainer.lora.rank=8"],
-            "trainer.lora.rank: the megatron trainer does not support adapters; use 0, or trainer.engine=fsdp2",
+            ["trainer.engine=megatron", "trainer.lora.rank=8", "trainer.lora.dropout=.1"],
+            "trainer.lora.dropout: 0.1: the ranks of the megatron trainer split an adapter's inputs, ",
+        ),
+        (
+            """trainer.engine=megatron trainer.lora.rank=8 trainer.lora.parts=[experts] pipeline=sft
+            eval_every=0""".split(),  # noqa: SIM905
+            "trainer.lora.parts: the megatron trainer has no adapters of experts; leave experts out, ",
+        ),
+        (
+            ["trainer.engine=megatron", "trainer.lora.rank=8", "trainer.megatron.aux_loss=.1"],
+            "trainer.megatron.aux_loss: 0.1 trains routers, and trainer.lora freezes them; use 0",
         ),
         (
             ["trainer.lora.rank=8", "trainer.fsdp2.tensor_parallel=2", "layout.trainer.num_ranks=2"],

@@ -388,7 +388,7 @@ def test_another_training_engine_may_continue_a_run(tmp_path: Path) -> None:
         (
             {"lora": {"rank": 8}},
             "megatron",
-            r"adapters \(trainer.lora.rank=8\), and megatron trains none",
+            r"adapters \(trainer.lora.rank=8\), which megatron does not exchange",
         ),
         ({}, "fake", "fake exchanges no checkpoints with other engines"),
     ],

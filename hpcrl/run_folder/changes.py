@@ -133,8 +133,8 @@ def _of_engines(stored: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[list
         sections.append(f"trainer.{spec.name if ':' in name else name}")
         if not spec.exchanges_state:
             obstacles.append(f"{name} exchanges no checkpoints with other engines")
-        elif rank and not spec.lora:
-            obstacles.append(f"the run trains adapters (trainer.lora.rank={rank}), and {name} trains none")
+        elif rank and not spec.exchanges_adapters:
+            obstacles.append(f"the run trains adapters (trainer.lora.rank={rank}), which {name} does not exchange")
     if optimizer != "adamw":
         obstacles.append(
             f"the run has trainer.optimizer={optimizer}, and only AdamW's state goes from engine to engine"

@@ -170,6 +170,8 @@ class TrainEngineSpec(Spec):
     exchanges_state: bool = False
     """Whether it resumes with AdamW's state from checkpoints of other engines that do, and they from its own
     (hpcrl.engines.train.stored_state)."""
+    exchanges_adapters: bool = False
+    """Whether this includes checkpoints of adapters."""
     segments: bool = False
     """Whether it computes the segments of a row (hpcrl.rollout.batch.Batch) separately, for episodes by steps."""
     router_replay: bool = False

@@ -119,6 +119,7 @@ SPEC = TrainEngineSpec(
     deterministic=True,
     float32_head=True,
     exchanges_state=True,
+    exchanges_adapters=True,
     freezes=True,
     lora=True,
     make_critic="hpcrl.engines.train.deepspeed.critic:make",

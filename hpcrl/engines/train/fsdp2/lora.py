@@ -37,6 +37,11 @@ def dropout_mask(x: Tensor, share: float, draw: Sequence[int]) -> Tensor:
     return torch.empty_like(x).bernoulli_(1 - share, generator=generator).div_(1 - share)
 
 
+def drawn_matrix(rank: int, columns: int, generator: torch.Generator) -> Tensor:
+    """float32 [rank, columns]: an adapter's first matrix as peft draws it, uniform within 1 / sqrt(columns)."""
+    return torch.empty(rank, columns).uniform_(-(columns**-0.5), columns**-0.5, generator=generator)
+
+
 class Adapters:
     """A model's adapters, which are the submodules `NAME.lora_A` and `NAME.lora_B` of each linear layer NAME, and
     submodules of a layer's experts (hpcrl.spec.lora)."""
@@ -48,9 +53,22 @@ class Adapters:
         self._draw: tuple[int, ...] | None = None
 
     def add(self, hf: PreTrainedModel, dtype: torch.dtype, seed: int) -> PreTrainedModel:
-        """Freeze the model, and add adapters of this dtype whose product is zero. ValueError if a target is not a
-        linear layer of config.parts, or if the model lacks a part."""
+        """Freeze the model, and add adapters of this dtype whose product is zero. ValueError as targets()."""
         hf.requires_grad_(False)
+        linear, stacked = self.targets(hf)
+        generator, self._seed = torch.Generator().manual_seed(seed), seed
+        for number, (name, module) in enumerate(linear.items()):
+            self._adapt(module, name, module.weight, dtype, generator)
+            forward = functools.partial(self._forward, module, number, self.config.scale_of(name))
+            module.forward = forward  # type: ignore[method-assign]
+        for name, experts in stacked.items():
+            self._adapt_stacked(experts, name, dtype, generator)
+        return hf
+
+    def targets(self, hf: PreTrainedModel) -> tuple[dict[str, nn.Linear], dict[str, nn.Module]]:
+        """The linear layers that get adapters, by name, and the experts with stacked parameters that do, by the
+        parameters' names. ValueError if a target is not a linear layer of config.parts, the model lacks a part, or a
+        pattern matches no layer."""
         linear, stacked = self._linear_layers(hf), self._stacked(hf)
         if (linear or not stacked or self.config.target_modules) and (
             text := unknown(self.config.target_modules, list(linear))
@@ -60,14 +78,7 @@ class Adapters:
         for key in ("rank_pattern", "alpha_pattern"):
             if text := unmatched(key, getattr(self.config, key), [*linear, *stacked]):
                 raise ValueError(text)
-        generator, self._seed = torch.Generator().manual_seed(seed), seed
-        for number, (name, module) in enumerate(linear.items()):
-            self._adapt(module, name, module.weight, dtype, generator)
-            forward = functools.partial(self._forward, module, number, self.config.scale_of(name))
-            module.forward = forward  # type: ignore[method-assign]
-        for name, experts in stacked.items():
-            self._adapt_stacked(experts, name, dtype, generator)
-        return hf
+        return linear, stacked
 
     def _linear_layers(self, hf: PreTrainedModel) -> dict[str, nn.Linear]:
         """The linear layers of config.parts by name."""
@@ -99,15 +110,14 @@ class Adapters:
     def _adapt(
         self, owner: nn.Module, name: str, weight: Tensor, dtype: torch.dtype, generator: torch.Generator
     ) -> None:
-        """Add an adapter with peft's initialisation: A is uniform within 1 / sqrt(in), B is zero."""
+        """Add an adapter, whose second matrix is zero."""
         rank, (rows, columns) = self.config.rank_of(name), weight.shape[-2:]
         if weight.ndim == 3:
             rank *= len(weight)
             rows, columns = (columns, rows) if getattr(owner, "is_transposed", False) else (rows, columns)
             owner = getattr(owner, STACKED).add_submodule(name.rpartition(".")[2])
         first = nn.Linear(columns, rank, bias=False, device="meta")
-        drawn = torch.empty(rank, columns).uniform_(-(columns**-0.5), columns**-0.5, generator=generator)
-        first.weight = nn.Parameter(drawn.to(weight.device, dtype))
+        first.weight = nn.Parameter(drawn_matrix(rank, columns, generator).to(weight.device, dtype))
         second = nn.Linear(rank, rows, bias=False, device="meta")
         second.weight = nn.Parameter(torch.zeros(rows, rank, device=weight.device, dtype=dtype))
         owner.lora_A, owner.lora_B = first, second

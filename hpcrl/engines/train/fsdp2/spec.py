@@ -201,6 +201,7 @@ SPEC = TrainEngineSpec(
     optimizers=ADAMW | OPTIMIZERS,
     float32_head=True,
     exchanges_state=True,
+    exchanges_adapters=True,
     freezes=True,
     lora=True,
     make_critic="hpcrl.engines.train.fsdp2.critic:make",

@@ -86,13 +86,16 @@ class NamedWeights:
         return (shard for shard in shards if shard.numel())
 
 
-def fingerprint(layout: Sequence[TensorShards], held: Iterable[Tensor]) -> str:
+def fingerprint(layout: Sequence[TensorShards], held: Iterable[Tensor], order: Sequence[str] = ()) -> str:
     """A hash of the weights' bits, which does not depend on their split. `held` are this rank's parts, on one device.
-    Collective."""
+    `order` are the names in another order than the layout's, which then does not matter. Collective."""
     needs = [[RequiredSlices("", (full_slice(whole.shape),)) for whole in layout]]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     sums = shard_checksums(dist.get_rank(), layout, needs, held).to(device)
     dist.all_reduce(sums)
+    if order:
+        places = {whole.name: place for place, whole in enumerate(layout)}
+        sums = sums[:, [places[name] for name in order]]
     return hashlib.sha256(sums.cpu().numpy().tobytes()).hexdigest()[:16]
 
 

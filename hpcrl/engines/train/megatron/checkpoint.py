@@ -38,7 +38,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from hpcrl.checkpoint.writer import Files, Pieces, SharedFile
-from hpcrl.engines.train.dcp import ALIGNMENT, FACTS, facts, frame, random_state, require_no_others, shard_name
+from hpcrl.engines.train.dcp import ALIGNMENT, FACTS, Base, facts, frame, random_state, require_no_others, shard_name
 from hpcrl.engines.train.megatron.names import Entry, shard
 from hpcrl.engines.train.megatron.optimizer import Optimizer
 from hpcrl.engines.train.megatron.stored import MASTER, MASTER_KEY, STATE
@@ -164,8 +164,9 @@ class TorchDistSnapshots:
     The layout of the rank's file is made once; later snapshots only copy bytes, and no rank waits for another.
     """
 
-    def __init__(self, chunks: Sequence[Any], optimizer: Optimizer):
-        self._chunks, self._optimizer = chunks, optimizer
+    def __init__(self, chunks: Sequence[Any], optimizer: Optimizer, base: Base | None = None):
+        """`base` identifies the frozen weights, if only adapters are saved."""
+        self._chunks, self._optimizer, self._base = chunks, optimizer, base
         self._frames: list[tuple[bytes, bytes]] = []
         self._metadata, self._size, self._objects = b"", 0, b""
         self._shard: SharedFile | None = None
@@ -189,7 +190,7 @@ class TorchDistSnapshots:
                 ".metadata": self._metadata,
                 "common.pt": common.getvalue(),
                 TORCH_DIST: json.dumps(BACKEND).encode(),
-                FACTS: facts(optimizer_step),
+                FACTS: facts(optimizer_step, self._base),
             }
         return files
 

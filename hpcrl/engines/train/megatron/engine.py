@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -35,6 +36,7 @@ from hpcrl.engines.train.megatron.gpt_model import (
     initialize_parallel,
     transformer_config,
 )
+from hpcrl.engines.train.megatron.lora import MegatronAdapters
 from hpcrl.engines.train.megatron.optimizer import Optimizer, distribute
 from hpcrl.engines.train.megatron.packing import Packed, pack, padded_lengths
 from hpcrl.engines.train.megatron.replay import ChosenExperts
@@ -64,6 +66,7 @@ def make(config: Config, model_path: Path, total_steps: int, trainable: bool) ->
         deterministic=config.deterministic,
         replay=trainable and routes_of(config, model_path) is not None,
         mtp=config.model.mtp,
+        seed=config.seed,
     )
 
 
@@ -85,10 +88,13 @@ class MegatronEngine:
         deterministic: bool = False,
         replay: bool = False,
         mtp: MTP = "keep",
+        seed: int = 0,
     ):
         """Build this rank's part of an HF folder's model and read its weights. Collective.
 
         Args:
+            config: With config.lora, the folder's weights are frozen; only adapters, initialized from `seed`, are
+                trained, published and saved.
             total_steps: Optimizer steps of the whole run, for the learning-rate schedule.
             trainable: False for a frozen model (the reference): no gradients, no optimizer.
             replay: Route tokens to the experts in the batch's field `routes`.
@@ -121,15 +127,22 @@ class MegatronEngine:
             chunk.requires_grad_(trainable)
         if trainable and config.freeze:
             agreed(lambda: self.weights.freeze(config.freeze))
+        if trainable and (config.freeze or config.lora.rank):
             for chunk in chunks:  # Megatron's recomputation has gradients only if the layer's input has
                 if (embedding := getattr(chunk, "embedding", None)) is not None:
                     embedding.register_forward_hook(lambda module, given, output: output.requires_grad_())
         agreed(lambda: self.weights.read(self.model_path))
+        self.lora = None
+        if trainable and config.lora.rank:
+            self.lora = MegatronAdapters(config.lora, self.model_path, self.weights, chunks, seed)
+        self.published = self.weights if self.lora is None else self.lora.weights
         part = parallel_state.get_tensor_model_parallel_rank() if self.own.sequence_parallel else 0
         self.routing: list[ChosenExperts | RouterLosses | RouterBias] = []
+        self.replay = None
         if replay:
             layers = sorted(self.description.shape.expert_layers)
-            self.routing.append(ChosenExperts(chunks, layers, self._split()[2], part))
+            self.replay = ChosenExperts(chunks, layers, self._split()[2], part)
+            self.routing.append(self.replay)
         self.router_losses = None
         if trainable and self.description.shape.expert_layers:
             self.router_losses = RouterLosses(chunks, self.own, self._split()[2], part)
@@ -142,10 +155,15 @@ class MegatronEngine:
         self.chunks: list[Any] = distribute(chunks, core, self.own) if trainable else list(chunks)
         self.optimizer = Optimizer(self.chunks, config, self.own, self.dtype) if trainable else None
         self._host = HostMemory(self.device)
+        self._base = self.lora.base if self.lora is not None else None
         self._snapshots = (
-            checkpoint.TorchDistSnapshots(self.chunks, self.optimizer) if self.optimizer is not None else None
+            checkpoint.TorchDistSnapshots(self.chunks, self.optimizer, self._base)
+            if self.optimizer is not None
+            else None
         )
         self.num_parameters = sum(map(math.prod, self.weights.table.shapes.values()))
+        if self.lora is not None:
+            self.num_parameters += sum(map(math.prod, self.published.table.shapes.values()))
 
     def _describe(self) -> Description:
         """The folder's model. ValueError if it cannot be trained."""
@@ -243,6 +261,12 @@ class MegatronEngine:
     def entropies(self, batch: Batch, micro_batches: MicroBatches, temperature: float) -> Tensor | None:
         """See ComputesEntropies. None on ranks before the last stage."""
         return self._by_row(batch, micro_batches, temperature, entropy=True)
+
+    def reference_logprobs(self, batch: Batch, micro_batches: MicroBatches, temperature: float) -> Tensor | None:
+        """See TrainsAdapters. None on ranks before the last stage."""
+        assert self.lora is not None, "the engine was built without adapters"
+        with self.lora.off(), contextlib.nullcontext() if self.replay is None else self.replay.off():
+            return self.logprobs(batch, micro_batches, temperature)
 
     @torch.no_grad()
     def _by_row(
@@ -343,17 +367,17 @@ class MegatronEngine:
     ) -> Iterator[tuple[str, Tensor]]:
         """See TrainEngine. The tensors are on the engine's device."""
         self._gather()
-        named = self.weights.full_tensors(self.weights.parameters, dtypes)
+        named = self.published.full_tensors(self.published.parameters, dtypes)
         yield from ((name, tensor) for name, tensor in named if name not in without)
 
     def weight_layout(self) -> list[TensorShards]:
         """See TrainEngine."""
-        return self.weights.layout(self.dtype)
+        return self.published.layout(self.dtype)
 
     def local_shards(self) -> Iterator[Tensor]:
         """See TrainEngine. Collective."""
         self._gather()
-        yield from self.weights.local_shards()
+        yield from self.published.local_shards()
 
     def _gather(self) -> None:
         """Gather the updated parameters now if the optimizer has left this to the next forward pass. Collective."""
@@ -423,14 +447,14 @@ class MegatronEngine:
             else:
                 checkpoint.read(path, self.chunks, optimizer, names)
 
-        self.optimizer_step, warned = dcp.restore(path, read, of_other_engine=others)
+        self.optimizer_step, warned = dcp.restore(path, read, self._base, of_other_engine=others)
         optimizer.set_step(self.optimizer_step)
         return warned
 
     def export_hf(self, folder: Path) -> None:
         """See TrainEngine. Rank 0 holds one file's tensors at a time."""
         self._gather()
-        export(self.weights, self.model_path, Path(folder), self.dtype, self.mtp)
+        export(self.weights, self.model_path, Path(folder), self.dtype, self.mtp, adapters=self.lora)
 
     def config_summary(self) -> dict[str, Any]:
         """See TrainEngine."""

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from hpcrl.engines.hf_folder import FILE_BYTES, INDEX, SINGLE, add_mtp, copy_beside_weights, write_config
+from hpcrl.engines.train.megatron.lora import MegatronAdapters
 from hpcrl.engines.train.megatron.weights import HFWeights
 from hpcrl.models.mtp import MTP
 from hpcrl.system.files import new_folder
@@ -26,13 +27,19 @@ def export(
     dtype: torch.dtype,
     mtp: MTP,
     config: Mapping[str, Any] = MappingProxyType({}),
+    adapters: MegatronAdapters | None = None,
 ) -> None:
     """Write weights, index, and config, tokenizer and generation config of the folder `origin`, with its multi-token
-    prediction layers according to `mtp`. `config` has keys that differ from origin's config.json. The folder is written
-    completely or left unchanged. Collective; rank 0 writes."""
+    prediction layers according to `mtp`. `config` has keys that differ from origin's config.json. Adapters are merged,
+    and also written to the subfolder `adapter` for peft. The folder is written completely or left unchanged.
+    Collective; rank 0 writes."""
+    added = dict(adapters.weights.to_files()) if adapters is not None else {}
     named = weights.to_files()
     if dist.get_rank() == 0:
         with new_folder(folder) as partial:
+            if adapters is not None:
+                adapters.layout.write(_on_host(added), adapters.hf, origin, partial / "adapter")
+                named = adapters.merged(named, added)
             _write_tensors(named, partial)
             write_config(origin, partial, dtype, config)
             add_mtp(origin, partial, mtp)
@@ -41,6 +48,10 @@ def export(
         for _ in named:
             pass
     dist.barrier()
+
+
+def _on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.cpu() for name, tensor in tensors.items()}
 
 
 def _write_tensors(named: Iterator[tuple[str, Tensor]], folder: Path) -> None:

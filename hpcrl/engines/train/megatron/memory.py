@@ -20,10 +20,11 @@ from hpcrl.engines.train.megatron.spec import MegatronConfig
 from hpcrl.engines.train.megatron.traffic import stage_traffic
 from hpcrl.models.shape import CannotPlanError, ModelShape, Parameter
 from hpcrl.planner.activations import FP32, Tokens, logits_bytes
-from hpcrl.planner.adapters import trained
+from hpcrl.planner.adapters import adapters, saved, trained
 from hpcrl.planner.memory_parts import BYTES, Change, Part, PlanRow, has_gpus, samples_of_an_update, split_size
 from hpcrl.planner.traffic import Sent, StepWork, total_bytes
 from hpcrl.planner.trainer import forward_parts
+from hpcrl.spec.lora import B, adapted
 
 VALUE_HEAD = "score."
 LAST = ("lm_head.weight", "model.norm.weight", "model.language_model.norm.weight", VALUE_HEAD)
@@ -91,10 +92,29 @@ def num_micro_batches(config: Config, num_ranks: int) -> int:
     return -(-count // group) * group
 
 
+def trained_on_ranks(config: Config, shape: ModelShape) -> ModelShape:
+    """The shape with only the trained parameters. The matrices of adapters are split like their layers: B by rows, or A
+    by columns. With more ranks than key heads, every rank has the B of its layers, and here all B are counted so."""
+    if config.lora is None:
+        return trained(config, shape)
+    split_of = {parameter.name: parameter.split for parameter in shape.parameters}
+    by_rows: tuple[str, ...] = () if shape.num_kv_heads % own(config).tensor_parallel else ("column", "key")
+
+    def part(parameter: Parameter) -> Parameter:
+        split = split_of[adapted(parameter.name)]
+        if split not in (by_rows if parameter.name.endswith(B) else ("row",)):
+            return parameter
+        return dataclasses.replace(parameter, split="column")
+
+    return dataclasses.replace(shape, parameters=tuple(map(part, adapters(config.lora, shape))))
+
+
 def stage_parts(config: Config, shape: ModelShape, num_ranks: int) -> list[list[Part]]:
     """Memory parts of a rank of each stage. The sizes must fit (check_split)."""
-    numbers, learnt = (rank_numbers(each, own(config)) for each in (shape, trained(config, shape)))
-    pairs = zip(map(sum, numbers), learnt, strict=True)
+    numbers, learnt = (rank_numbers(each, own(config)) for each in (shape, trained_on_ranks(config, shape)))
+    added = [sum(counts) * (config.lora is not None) for counts in learnt]  # adapters are beside the model
+    held = [sum(counts) + more for counts, more in zip(numbers, added, strict=True)]
+    pairs = zip(held, learnt, strict=True)
     return [_stage_parts(config, shape, num_ranks, stage, *each) for stage, each in enumerate(pairs)]
 
 
@@ -119,14 +139,16 @@ def _stage_parts(
         sizes = (part, tokens, trainer.logits_chunk_tokens, compute, bool(trainer.head_dtype))
         logits = logits_bytes(*sizes, gpu=has_gpus(config, ("trainer",)))
     # Ranks that also generate and have all layers gather a layer's experts as one tensor.
-    largest = PLAN.largest_tensor(shape) if megatron.pipeline_parallel > 1 else max(p.size for p in shape.parameters)
+    sent = shape if config.lora is None else trained(config, shape)
+    largest = PLAN.largest_tensor(sent) if megatron.pipeline_parallel > 1 else max(p.size for p in sent.parameters)
+    saved_numbers = held if config.lora is None else dense + experts
     return [
         Part("trainer", "weights", held * compute),
         Part("trainer", "gradients", (dense + experts) * FP32),
         Part("trainer", "optimizer", optimizer),
         Part("trainer", "activations", activations, ("train",)),
         Part("trainer", "logits", logits, ("train",)),
-        Part("trainer", "snapshot", (held * compute + optimizer) * bool(config.save_every), on_host=True),
+        Part("trainer", "snapshot", (saved_numbers * compute + optimizer) * bool(config.save_every), on_host=True),
         Part("trainer", "gathered weights", 2 * largest * compute, ("publish",)),
     ]
 
@@ -153,7 +175,7 @@ class MegatronPlan:
     def checkpoint_bytes(self, config: Config, shape: ModelShape) -> int:
         compute = BYTES[config.trainer.param_dtype]  # weights, two moments, a master copy of weights that are not fp32
         of_optimizer = trained(config, shape).num_parameters * (2 * FP32 + FP32 * (compute < FP32))
-        return shape.num_parameters * compute + of_optimizer
+        return saved(config, shape).num_parameters * compute + of_optimizer
 
     def largest_tensor(self, shape: ModelShape) -> int:
         return max(p.size if p.split != "expert" else p.size // p.shape[0] for p in shape.parameters)
@@ -165,7 +187,7 @@ class MegatronPlan:
         megatron = own(config)
         if shape.latent is not None and megatron.tensor_parallel * megatron.context_parallel > 1:
             raise CannotPlanError(f"what ranks that share tokens exchange is not known for {shape.family}")
-        stages, numbers = _stages(shape, megatron), rank_numbers(shape, megatron)
+        stages, numbers = _stages(shape, megatron), rank_numbers(trained_on_ranks(config, shape), megatron)
         return max(stage_traffic(config, shape, num_ranks, work, stages, numbers), key=total_bytes)
 
     def changes(self, config: Config, shape: ModelShape) -> dict[str, list[Change]]:

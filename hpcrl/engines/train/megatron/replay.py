@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -88,6 +89,16 @@ class ChosenExperts:
         for layer, router in routers_of(chunks):
             router.router_replay = choice = _Choice(expert_layers.index(layer), router.router_replay)
             self._choices.append(choice)
+        self._on = True
+
+    @contextlib.contextmanager
+    def off(self) -> Iterator[None]:
+        """Context in which all routers make their own choice."""
+        self._on = False
+        try:
+            yield
+        finally:
+            self._on = True
 
     def expect_recomputation(self, recomputes: bool) -> None:
         """Whether the next forward passes, which have no gradients, are recomputed in the backward passes."""
@@ -99,7 +110,7 @@ class ChosenExperts:
         have no routes."""
         for choice in self._choices:
             choice.chosen.value = None
-        if not batch.num_tokens:
+        if not self._on or not batch.num_tokens:
             return
         routes = choices_of(batch, self._num_layers)
         mine = routes[packed.sources].masked_fill((packed.sources < 0)[:, None, None], -1)

@@ -122,9 +122,11 @@ def _check(config: Any) -> Iterator[Problem]:
     if own.overlap_parameters and not (own.overlap_gradients and own.distributed_optimizer):
         text = "true needs overlap_gradients=true and distributed_optimizer=true"
         yield problem("overlap_parameters", text, "overlap_gradients", "distributed_optimizer")
-    for key in ROUTER_KEYS if "router" in config.trainer.freeze else ():
+    for key in ROUTER_KEYS if "router" in config.trainer.freeze or config.lora is not None else ():
         if getattr(own, key):
-            yield problem(key, f"{getattr(own, key):g} trains routers, and trainer.freeze has router; use 0", "freeze")
+            text = "trainer.freeze has router" if config.lora is None else "trainer.lora freezes them"
+            yield problem(key, f"{getattr(own, key):g} trains routers, and {text}; use 0", "freeze")
+    yield from _of_adapters(config)
     for key, count in own.layers_of_ends.items():
         if own.pipeline_parallel == 1:
             yield problem(
@@ -134,6 +136,22 @@ def _check(config: Any) -> Iterator[Problem]:
             )
         elif counted := [other for other in COUNTED if getattr(own, other)]:
             yield problem(key, f"{count} cannot be combined with {counted[0]}=true; set only one of them", *counted)
+
+
+def _of_adapters(config: Any) -> Iterator[Problem]:
+    """Keys of trainer.lora that this engine does not support."""
+    lora, at = config.lora, ("trainer", "lora")
+    if lora is None:
+        return
+    if lora.dropout:
+        text = (
+            f"{lora.dropout:g}: the ranks of the megatron trainer split an adapter's inputs, and would draw different "
+            "inputs to drop; use 0, or trainer.engine=fsdp2"
+        )
+        yield Problem((*at, "dropout"), f"trainer.lora.dropout: {text}", (("trainer", "engine"),))
+    if "experts" in lora.parts:
+        text = "the megatron trainer has no adapters of experts; leave experts out, or use trainer.engine=fsdp2"
+        yield Problem((*at, "parts"), f"trainer.lora.parts: {text}", (("trainer", "engine"),))
 
 
 SPEC = TrainEngineSpec(
@@ -154,6 +172,7 @@ SPEC = TrainEngineSpec(
     deterministic=True,
     float32_head=True,
     exchanges_state=True,
+    lora=True,
     freezes=True,
     router_replay=True,
     resume_keys=tuple(

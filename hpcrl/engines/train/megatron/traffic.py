@@ -9,6 +9,7 @@ from hpcrl.engines.train.megatron.parallel import Degrees, StageLayers, own, pad
 from hpcrl.engines.train.megatron.spec import MegatronConfig
 from hpcrl.models.shape import ModelShape
 from hpcrl.planner.activations import FP32
+from hpcrl.planner.adapters import trained
 from hpcrl.planner.memory_parts import BYTES
 from hpcrl.planner.traffic import Sent, StepWork, exchanged
 
@@ -24,7 +25,7 @@ def stage_traffic(
     """Bytes that a rank of each stage sends.
 
     Args:
-        numbers: For each stage, a rank's number of parameters outside experts, and in experts.
+        numbers: For each stage, a rank's number of trained parameters outside experts, and in experts.
 
     - Gradients, in fp32: a reduce-scatter among data- and context-parallel ranks; for experts, among their copies.
       Without the distributed optimizer, it is an all-reduce. The gradient of a tied embedding is also all-reduced
@@ -44,7 +45,8 @@ def stage_traffic(
     - Pipeline: each chunk sends all tokens' states to the next chunk, which sends back their gradients.
 
     recompute=full repeats the exchanges of a layer's forward pass. Numbers per token other than states (expert weights,
-    log-probs) are not counted.
+    log-probs) are not counted, nor are tokens' states between an adapter's two matrices, which have only its rank's
+    width. The gather of a pair's input for its gradients is counted even if its matrices are frozen.
     """
     return [
         [
@@ -67,7 +69,9 @@ def _reductions(
             yield from exchanged("gradients", "reduce_scatter", size * FP32, ranks)
         else:
             yield from exchanged("gradients", "all_reduce", size * FP32, ranks)
-    if shape.tied and megatron.pipeline_parallel > 1 and stage in (0, megatron.pipeline_parallel - 1):
+    learns_table = any(parameter.split == "vocabulary" for parameter in trained(config, shape).parameters)
+    is_end = megatron.pipeline_parallel > 1 and stage in (0, megatron.pipeline_parallel - 1)
+    if shape.tied and learns_table and is_end:
         rows = padded_vocabulary(shape.vocab_size, megatron) // megatron.tensor_parallel
         yield from exchanged("gradients", "all_reduce", rows * shape.hidden_size * FP32, 2)
 

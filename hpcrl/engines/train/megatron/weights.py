@@ -24,6 +24,7 @@ from hpcrl.engines.train.megatron.parallel import padded_vocabulary, split_layer
 from hpcrl.engines.train.megatron.spec import MegatronConfig
 from hpcrl.planner.adapters import parts as parts_of
 from hpcrl.spec.freeze import frozen
+from hpcrl.spec.lora import is_adapter
 from hpcrl.spec.weight_layout import TensorShards, TensorSlice
 
 EXPERT_BIAS = "router.expert_bias"
@@ -99,9 +100,11 @@ class HFWeights:
         chunks: Sequence[GPTModel],
         num_ranks: int,
         values: bool = False,
+        adapters: NameTable | None = None,
     ):
-        """`values` means that the model is a critic, whose head is zero if the folder has none."""
-        self._values = values
+        """`values` means that the model is a critic, whose head is zero if the folder has none. `adapters` is the table
+        of the adapters in the chunks, to which all methods then refer instead of the model's own weights."""
+        self._values, self._adapters = values, adapters
         self._megatron, self._chunks, self._num_ranks = megatron, chunks, num_ranks
         self._description = model
         self._stages = split_layers(model.shape.num_layers, megatron) or []
@@ -120,16 +123,39 @@ class HFWeights:
         self._layers = {layer: stage for stage, chunks in enumerate(self._stages) for c in chunks for layer in c}
         self._frozen: frozenset[str] = frozenset()
 
+    def of_adapters(self, names: NameTable) -> HFWeights:
+        """The adapters in the chunks, which have this table."""
+        return HFWeights(self._description, self._megatron, self._chunks, self._num_ranks, self._values, names)
+
+    @property
+    def num_tensor_ranks(self) -> int:
+        """Number of tensor-parallel ranks."""
+        return self._megatron.tensor_parallel
+
+    @property
+    def num_stages(self) -> int:
+        """Number of pipeline stages."""
+        return len(self._stages)
+
+    @property
+    def layers_of_chunks(self) -> tuple[tuple[int, ...], ...]:
+        """The layers of this rank's chunks."""
+        return self._stages[self._place.stage]
+
     def _table(self, stacked: bool) -> NameTable:
+        if self._adapters is not None:
+            return self._adapters
         layers: LayerSpec = "fused" if torch.cuda.is_available() else "copied"
         padded = padded_vocabulary(self._description.shape.vocab_size, self._megatron)
         return table(self._description.json, layers, padded, stacked, self._values)
 
     def _own_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Each chunk's parameters under the full model's names, without the second copy of a tied embedding."""
-        for chunk, layers in zip(self._chunks, self._stages[self._place.stage], strict=True):
+        for chunk, layers in zip(self._chunks, self.layers_of_chunks, strict=True):
             for name, parameter in state_of(chunk):
-                entry = self._find(self.table, name, layers[0] if layers else 0)
+                if is_adapter(name) != (self._adapters is not None):
+                    continue
+                entry = self.find(self.table, name, layers[0] if layers else 0)
                 differs = entry.split is not None or entry.expert is not None
                 if differs and not hasattr(parameter, "tensor_model_parallel"):
                     # Needed for the gradient norm; Megatron sets these attributes only where it initialises weights,
@@ -141,7 +167,8 @@ class HFWeights:
                 if not (self.table.tied and name == HEAD):
                     yield entry.name, parameter
 
-    def _find(self, names: NameTable, name: str, first_layer: int) -> Entry:
+    def find(self, names: NameTable, name: str, first_layer: int) -> Entry:
+        """The entry for the name of a parameter in one of this rank's chunks, whose first layer is given."""
         experts = self._description.shape.num_experts // self._megatron.expert_parallel
         return names.find(name, first_layer, self._place.expert * experts)
 
@@ -157,9 +184,9 @@ class HFWeights:
         select none, all, or a part of a Megatron tensor, or leave this rank nothing to train."""
         shape, trained = self._description.shape, 0
         self._frozen = frozenset(frozen(entries, parts_of(shape), shape.family))
-        for chunk, layers in zip(self._chunks, self._stages[self._place.stage], strict=True):
+        for chunk, layers in zip(self._chunks, self.layers_of_chunks, strict=True):
             for name, parameter in chunk.named_parameters():
-                entry = self._find(self.table, name, layers[0] if layers else 0)
+                entry = self.find(self.table, name, layers[0] if layers else 0)
                 joined = {rows.hf for rows in entry.rows}
                 if left := sorted(joined - self._frozen):
                     trained += 1
@@ -187,9 +214,9 @@ class HFWeights:
         files = TensorFiles(folder)
         stacked = any(name.endswith("mlp.experts.gate_up_proj") for name in files)
         names = self._table(stacked)
-        for chunk, layers in zip(self._chunks, self._stages[self._place.stage], strict=True):
+        for chunk, layers in zip(self._chunks, self.layers_of_chunks, strict=True):
             for name, parameter in state_of(chunk):
-                entry = self._find(names, name, layers[0] if layers else 0)
+                entry = self.find(names, name, layers[0] if layers else 0)
                 if self._values and entry.place == "head" and entry.rows[0].hf not in files:
                     parameter.zero_()
                     continue
