@@ -120,5 +120,6 @@ SPEC = TrainEngineSpec(
     float32_head=True,
     freezes=True,
     lora=True,
+    router_replay=True,
     make_critic="hpcrl.engines.train.deepspeed.critic:make",
 )
