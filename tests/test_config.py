@@ -253,11 +253,6 @@ def test_consequences_of_an_unreadable_value_are_not_reported() -> None:
             "vllm",
         ),
         (
-            ["trainer.engine=deepspeed", "trainer.router_replay=true"],
-            "trainer.router_replay: the deepspeed trainer does not support it; use false or trainer.engine=fsdp2 or "
-            "megatron",
-        ),
-        (
             ["generator.engine=sglang", "trainer.lora.rank=8"],
             "trainer.lora.rank: the sglang generator does not support adapters; use 0, or generator.engine=native",
         ),

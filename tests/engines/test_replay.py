@@ -22,8 +22,8 @@ from hpcrl.engines.gen.generation_engine import Output, Request, SamplingParams
 from hpcrl.engines.gen.native.architecture import read_architecture
 from hpcrl.engines.gen.native.engine import NativeEngine
 from hpcrl.engines.gen.native.kv import block_bytes
+from hpcrl.engines.train.deepspeed.spec import DeepSpeedConfig
 from hpcrl.engines.train.fsdp2.engine import FSDP2Engine
-from hpcrl.engines.train.fsdp2.replay import RouterReplay
 from hpcrl.engines.train.fsdp2.spec import FSDP2Config
 from hpcrl.rollout.batch import Batch, batch_from_samples
 from hpcrl.rollout.types import Sample
@@ -191,7 +191,11 @@ def test_replay_prevents_different_experts_after_rounding_to_bf16(folder: Path) 
     assert replayed.mean() < free.mean() and replayed.max() < 0.5 * free.max()
 
 
-def test_with_equal_weights_only_wrong_routes_change_results(folder: Path) -> None:
+@pytest.mark.parametrize("family", ["qwen3_moe", *CHANGES])
+def test_with_equal_weights_only_wrong_routes_change_results(family: str, folder: Path, tmp_path: Path) -> None:
+    """Also of models with a dense layer among their layers, or first."""
+    if family in CHANGES:
+        folder = make_model_folder(family, tmp_path / "model", **CHANGES[family])
     batch = as_batch(generated(folder))
     trainer = trainer_of(folder)
     assert mismatch(trainer, batch) < 1e-5
@@ -270,21 +274,26 @@ def test_gradients_match_a_plain_model_with_the_same_experts(folder: Path, own: 
     assert (free - logprobs).abs().max() > 0.01  # these routes matter
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 3])
+def test_deepspeed_replays_the_same_experts(folder: Path, stage: int) -> None:
+    from hpcrl.engines.train.deepspeed.engine import ZeroEngine
+    from tests.contracts.train import deepspeed
+
+    batch, plan = forced_batch(), [[4, 1], [0, 3, 2, 5]]
+    logprobs, gradients = plain_results(folder, batch)
+    config, zero = TrainerConfig(lr=1e-3, logits_chunk_tokens=8), DeepSpeedConfig(zero_stage=stage)
+    trainer = ZeroEngine(config, folder, zero=zero, dtype=torch.float32, total_steps=10, replay=True)
+    torch.testing.assert_close(trainer.logprobs(batch, plan, 1.0), logprobs, rtol=0, atol=1e-5)
+    found = deepspeed.gradients(trainer, batch, plan, Weighted(), norms_of(batch))
+    assert worst_difference(found, gradients) < 1e-4
+
+
 def test_unsupported_replay_is_refused(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"trainer\.router_replay: these rollouts have no routes"):
         trainer_of(folder).logprobs(batch_without_routes(), [[0]], 1.0)
-    with pytest.raises(ValueError, match=r"trainer\.router_replay: qwen3 has no router that can replay"):
+    with pytest.raises(ValueError, match=r"trainer\.router_replay: qwen3 has no router that chooses experts; set it"):
         trainer_of(make_model_folder("qwen3", tmp_path / "dense"))
-
-    class SigmoidTopKRouter(torch.nn.Module):
-        def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            weights, chosen = hidden.sigmoid().topk(2)
-            return hidden, weights, chosen
-
-    model = torch.nn.Sequential(SigmoidTopKRouter())
-    RouterReplay(model)
-    with pytest.raises(ValueError, match="SigmoidTopKRouter weights experts differently from Qwen3-MoE"):
-        model(torch.randn(3, 4))
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hpcrl.config import Config, TrainerConfig
+from hpcrl.engines.expert_routes import routes_of
 from hpcrl.engines.train.deepspeed import zero
 from hpcrl.engines.train.deepspeed.checkpoint import ZeroCheckpoints
 from hpcrl.engines.train.deepspeed.local_disk import LocalDisk
@@ -34,8 +35,9 @@ from hpcrl.spec.weight_layout import TensorShards
 
 def make(config: Config, model_path: Path, total_steps: int, trainable: bool) -> ZeroEngine:
     """The trainer's engine, or a frozen engine. Collective over the default group."""
-    own = config.trainer.section(DeepSpeedConfig)
-    return ZeroEngine(config.trainer, model_path, zero=own, trainable=trainable, **arguments(config, total_steps))
+    own, replay = config.trainer.section(DeepSpeedConfig), trainable and routes_of(config, model_path) is not None
+    given = arguments(config, total_steps)
+    return ZeroEngine(config.trainer, model_path, zero=own, trainable=trainable, replay=replay, **given)
 
 
 class ZeroEngine(FSDP2Engine):

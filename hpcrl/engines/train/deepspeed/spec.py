@@ -122,5 +122,6 @@ SPEC = TrainEngineSpec(
     exchanges_adapters=True,
     freezes=True,
     lora=True,
+    router_replay=True,
     make_critic="hpcrl.engines.train.deepspeed.critic:make",
 )

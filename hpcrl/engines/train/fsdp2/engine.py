@@ -38,6 +38,7 @@ from hpcrl.engines.train.fsdp2.packed_attention import PackedLayout
 from hpcrl.engines.train.fsdp2.prefix_tree import share_prefixes
 from hpcrl.engines.train.fsdp2.probe import probe_packing
 from hpcrl.engines.train.fsdp2.replay import RouterReplay
+from hpcrl.engines.train.fsdp2.routers import RouterTable, router_table
 from hpcrl.engines.train.fsdp2.sharding import shard
 from hpcrl.engines.train.fsdp2.spec import SPEC, FSDP2Config
 from hpcrl.engines.train.fsdp2.tensor_parallel import TensorParallel
@@ -139,6 +140,7 @@ class FSDP2Engine:
         ranks = self.mesh.tokens
         agreed(lambda: check_heads(self.own, hf.config.get_text_config()))
         obstacle = agreed(lambda: try_architecture(self, hf.config, ranks))
+        routers = agreed(lambda: self._routers(hf.config)) if replay else None
         source = agreed(lambda: self._to_train(self._read_model(kept), seed) if self.mesh.rank == 0 else None)
         self.num_parameters = sum(p.numel() for p in hf.parameters())
         self.num_trained = sum(p.numel() for p in hf.parameters() if p.requires_grad)
@@ -149,7 +151,7 @@ class FSDP2Engine:
         self.keep_gathered = gathered_bytes <= SMALL_MODEL_BYTES
         # A PackedCausalLM; if it is sharded, fully_shard has also made it an FSDPModule.
         self.model: Any = self._sharded(hf, source) if source is None or self.sharded else self._whole(source)
-        self.replay = RouterReplay(self.model.hf) if replay else None
+        self.replay = None if routers is None else RouterReplay(routers.of(self.model.hf))
         self.shards = list(self.model.parameters())  # walking the modules takes a twentieth of a small step
         self._common = [p for name, p in self.model.named_parameters() if self._split_dim(name) is None]
         del source
@@ -173,6 +175,13 @@ class FSDP2Engine:
 
     def _read_model(self, dtype: torch.dtype) -> PreTrainedModel:
         return read_model(self.model_path, dtype, self.kind)
+
+    def _routers(self, model: PreTrainedConfig) -> RouterTable:
+        """The routers to replay. ValueError if they cannot be."""
+        try:
+            return router_table(self, model)
+        except ValueError as error:
+            raise ValueError(f"trainer.router_replay: {error}; set it to false") from error
 
     def _to_train(self, hf: PreTrainedModel, seed: int) -> PreTrainedModel:
         """Set requires_grad for trained parameters; returns the model."""
