@@ -119,6 +119,10 @@ def readable(folder: Path, read: Callable[[], T]) -> T:
         raise ValueError(f"checkpoint {folder} cannot be read: {_line(cause)}") from error
     except DAMAGE as error:
         raise ValueError(f"checkpoint {folder} cannot be read: {_line(error)}") from error
+    except ValueError as error:
+        if str(error).startswith(f"checkpoint {folder}"):
+            raise
+        raise ValueError(f"checkpoint {folder} cannot be read: {' '.join(str(error).split())[:600]}") from error
 
 
 def _line(error: BaseException) -> str:

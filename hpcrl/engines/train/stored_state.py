@@ -95,10 +95,10 @@ def opened(folder: Path, model_path: Path) -> StoredState:
 def require_tensors(folder: Path, state: StoredState, wanted: Mapping[tuple[str, str], tuple[int, ...]]) -> None:
     """ValueError if a tensor, by name and key, is missing in the checkpoint or has another shape, or if the checkpoint
     has other weights."""
+    require_no_others(folder, state.shapes, {name for name, _ in wanted})
     for (name, key), shape in wanted.items():
         if not state.has(name, key):
             text = f"{key} of {name}" if key else name
             raise ValueError(f"checkpoint {folder}: it lacks {text}; it is of another model")
         if (found := state.shapes[name]) != tuple(shape):
             raise ValueError(f"checkpoint {folder}: {name} has shape {list(found)}, this model needs {list(shape)}")
-    require_no_others(folder, state.shapes, {name for name, _ in wanted})
