@@ -62,10 +62,13 @@ FAMILIES = {
     "native": (
         *("qwen3_moe", "gemma2", "qwen2", "qwen3", "llama", "mistral", "ministral", "phi3", "gemma3_text"),
         *("qwen2_5_vl", "gpt_oss", "qwen2_moe", "mixtral", "glm4_moe", "seed_oss", "olmo2", "olmo3"),
-        *("ernie4_5", "hunyuan_v1_dense"),
+        *("ernie4_5", "hunyuan_v1_dense", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_5", "qwen3_5_moe"),
     ),
 }  # fmt: skip
-SAMPLE = {"megatron": ("gpt_oss", "glm4_moe", "deepseek_v3"), "native": ("qwen3_moe", "gemma2", "gpt_oss", "glm4_moe")}
+SAMPLE = {
+    "megatron": ("gpt_oss", "glm4_moe", "deepseek_v3"),
+    "native": ("qwen3_moe", "gemma2", "gpt_oss", "glm4_moe", "qwen3_next"),
+}
 
 
 def changes(config: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -551,7 +551,7 @@ class NativeEngine:
             tokens = held.tokens() if self._arch.vision is None else held.keys()
             cached = tokens[: self._slots.positions[slot]]
             self._blocks.insert(cached, self._slots.blocks_of(slot), version, request.continues)
-            if (kept := self._blocks.keep_state(cached)) is not None:
+            if (kept := self._blocks.keep_state(cached, expected=True)) is not None:
                 assert self._states is not None
                 self._states.keep([(slot, kept)])
 
