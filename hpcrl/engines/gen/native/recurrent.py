@@ -1,4 +1,4 @@
-"""Layers with a gated delta rule (arXiv 2412.06464): their states in memory, prefill, and decoding of one token per slot.
+"""Layers with a gated delta rule (arXiv 2412.06464): states in memory, prefill, and decoding of one token per slot.
 
 A layer's state of a sequence is the recurrent state and the last inputs of the convolution before it. Its size does not
 depend on the sequence's length, and it belongs to one position: unlike keys and values, it cannot be cut. So the prefix
