@@ -192,6 +192,15 @@ def qwen2(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
     return model, folder
 
 
+@pytest.fixture(scope="module", params=["qwen2", "qwen3_next"])
+def either(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    """With attention only, and with recurrent layers."""
+    folder = tmp_path_factory.mktemp(request.param)
+    model = make_model(CONFIGS[request.param])
+    model.save_pretrained(folder)
+    return model, folder
+
+
 def engine_of(folder: Path, max_num_seqs: int = 4, **options: Any) -> NativeEngine:
     defaults = {"max_length": 128, "dtype": torch.float32, "block_tokens": 16}
     return NativeEngine(folder, max_num_seqs=max_num_seqs, **(defaults | options))
@@ -301,13 +310,14 @@ class Operations(TorchDispatchMode):
         return operation(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(("family", "most"), [("qwen2", 24), ("qwen3_moe", 44)])
+@pytest.mark.parametrize(("family", "most"), [("qwen2", 24), ("qwen3_moe", 44), ("qwen3_5_text", 52)])
 def test_a_layer_needs_few_operations_to_decode(family: str, most: int, tmp_path: Path) -> None:
     """This keeps a GPU from waiting for the host; the operations of a loop over experts would grow with their
     number."""
     counts = {}
     for layers in (2, 4):
-        config = type(CONFIGS[family])(**CONFIGS[family].to_dict() | {"num_hidden_layers": layers, "layer_types": None})
+        kinds = {"layer_types": [FULL, *[RECURRENT] * (layers - 1)] if "3_5" in family else None}
+        config = type(CONFIGS[family])(**CONFIGS[family].to_dict() | {"num_hidden_layers": layers} | kinds)
         folder = tmp_path / str(layers)
         AutoModelForCausalLM.from_config(config).save_pretrained(folder)
         engine = NativeEngine(folder, max_num_seqs=4, max_length=64, dtype=torch.float32)
@@ -424,8 +434,8 @@ def test_a_recomputed_cache_belongs_to_the_new_weights(model_folder: tuple[Any, 
         torch.testing.assert_close(torch.from_numpy(output.gen_logprobs)[at], expected[at], atol=1e-4, rtol=0)
 
 
-def test_group_members_share_a_prefill_with_unchanged_results(qwen2: tuple[Any, Path]) -> None:
-    model, folder = qwen2
+def test_group_members_share_a_prefill_with_unchanged_results(either: tuple[Any, Path]) -> None:
+    model, folder = either
     prompts = [prompt_of(0, 11), prompt_of(1, 30), prompt_of(2, 1)]
     requests = [Request(i, prompts[i % 3], SamplingParams(9 + i), seed=i) for i in range(9)]
     outputs = run(engine_of(folder, max_num_seqs=9), requests)
@@ -433,9 +443,9 @@ def test_group_members_share_a_prefill_with_unchanged_results(qwen2: tuple[Any, 
     assert len({outputs[i].token_ids.tobytes() for i in range(9)}) == 9
 
 
-def test_many_requests_through_few_slots_give_the_same_responses(qwen2: tuple[Any, Path]) -> None:
+def test_many_requests_through_few_slots_give_the_same_responses(either: tuple[Any, Path]) -> None:
     """Slots change hands, the cache grows past its first size, aborts and moves happen on the way."""
-    model, folder = qwen2
+    model, folder = either
     rng = np.random.default_rng(5)
     engine = engine_of(folder, max_num_seqs=7, block_tokens=8)
     requests = [
@@ -500,8 +510,8 @@ def bits(outputs: dict[int, Output]) -> dict[int, tuple[bytes, bytes]]:
     return {i: (o.token_ids.tobytes(), o.gen_logprobs.tobytes()) for i, o in outputs.items()}
 
 
-def test_deterministic_bits_do_not_depend_on_earlier_requests(qwen2: tuple[Any, Path]) -> None:
-    _, folder = qwen2
+def test_deterministic_bits_do_not_depend_on_earlier_requests(either: tuple[Any, Path]) -> None:
+    _, folder = either
     requests = mixed_requests()
 
     def calls(engine: NativeEngine) -> dict[int, tuple[bytes, bytes]]:
@@ -515,8 +525,8 @@ def test_deterministic_bits_do_not_depend_on_earlier_requests(qwen2: tuple[Any, 
     assert calls(fresh) == calls(used) == calls(used)
 
 
-def test_deterministic_bits_do_not_depend_on_later_requests(qwen2: tuple[Any, Path]) -> None:
-    _, folder = qwen2
+def test_deterministic_bits_do_not_depend_on_later_requests(either: tuple[Any, Path]) -> None:
+    _, folder = either
     engine = engine_of(folder, max_num_seqs=6, deterministic=True)
     requests = [Request(i, prompt_of(i, 9), SamplingParams(12), seed=i) for i in range(6)]
     for count in (1, 3):
@@ -601,6 +611,10 @@ def test_unsupported_features_are_refused(config: Any, changes: dict[str, Any], 
              "original_max_position_embeddings": 999},
             ["rope type 'longrope' in sequences of 1000 tokens, beyond the original 999,"],
         ),
+        ({"model_type": "qwen3_next", "partial_rotary_factor": 0.25, "layer_types": ["linear_attention"] * 3},
+         ["a model without attention"]),
+        ({"model_type": "qwen3_next", "layer_types": ["sliding_attention", "full_attention"]},
+         ["a layer of type 'sliding_attention'"]),
         ({"model_type": "gemma2", "hidden_act": "gelu", "hidden_activation": None}, []),
         ({"model_type": "qwen3", "layer_types": [["x"], 3], "rope_scaling": "no"}, ["a layer of type ['x']"]),
         ({"model_type": "mistral", "quantization_config": {"bits": 4}}, ["quantization_config"]),

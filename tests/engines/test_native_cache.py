@@ -39,6 +39,15 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
     return model, folder
 
 
+@pytest.fixture(scope="module", params=["qwen3", "qwen3_next"])
+def either(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    """With attention only, and with recurrent layers."""
+    folder = tmp_path_factory.mktemp(request.param)
+    model = make_model(CONFIGS[request.param])
+    model.save_pretrained(folder)
+    return model, folder
+
+
 class Counting(NativeEngine):
     """Counts the tokens whose keys and values it computes before decoding."""
 
@@ -55,9 +64,13 @@ def counting(folder: Path, **options: Any) -> Counting:
     )
 
 
-def budget(num_blocks: int, folder: Path) -> int:
-    engine = engine_of(folder, load=False)
-    return num_blocks * block_bytes(engine._arch, BLOCK, torch.float32)
+def budget(num_blocks: int, folder: Path, slots: int = 4) -> int:
+    """Bytes of some blocks, and of all recurrent states."""
+    architecture = engine_of(folder, load=False)._arch
+    states = 0
+    if architecture.delta is not None:
+        states = 2 * slots * sum(architecture.recurrent) * architecture.delta.state_bytes(torch.float32)
+    return num_blocks * block_bytes(architecture, BLOCK, torch.float32) + states
 
 
 def group(prompt: Sequence[int], size: int, first_id: int = 0, new: int = 12) -> list[Request]:
@@ -73,8 +86,8 @@ def used(engine: NativeEngine) -> int:
 
 
 @pytest.mark.parametrize("length", [40, 33, 32, 7, 1])
-def test_a_prompt_is_computed_once_for_any_number_of_prefill_batches(length: int, qwen3: tuple[Any, Path]) -> None:
-    model, folder = qwen3
+def test_a_prompt_is_computed_once_for_any_number_of_prefill_batches(length: int, either: tuple[Any, Path]) -> None:
+    model, folder = either
     engine = counting(folder)
     groups = [group(prompt_of(seed, length), 10, first_id=10 * seed) for seed in range(2)]
     requests = [request for each in groups for request in each]
@@ -99,9 +112,9 @@ def test_group_members_share_the_blocks_of_their_prompt(qwen3: tuple[Any, Path])
     assert used(engine) == 7 and engine._cache.ranges == [(0, 7)]
 
 
-def test_groups_of_different_sizes_share_their_prompts(qwen3: tuple[Any, Path]) -> None:
+def test_groups_of_different_sizes_share_their_prompts(either: tuple[Any, Path]) -> None:
     """The blocks of a large group do not enlarge the products of a small group."""
-    model, folder = qwen3
+    model, folder = either
     engine = engine_of(folder, max_num_seqs=24, block_tokens=BLOCK)
     sizes = {1: 33, 2: 50, 3: 70, 13: 34}
     requests = [
@@ -155,8 +168,8 @@ def test_each_turn_of_an_episode_computes_only_its_new_tokens(deterministic: boo
 
 @pytest.mark.slow
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_a_small_budget_delays_requests_and_changes_no_response(deterministic: bool, qwen3: tuple[Any, Path]) -> None:
-    model, folder = qwen3
+def test_a_small_budget_delays_requests_and_changes_no_response(deterministic: bool, either: tuple[Any, Path]) -> None:
+    model, folder = either
     rng = np.random.default_rng(3)
     requests = [
         Request(
@@ -168,12 +181,12 @@ def test_a_small_budget_delays_requests_and_changes_no_response(deterministic: b
         for i in range(24)
     ]
     roomy = run(engine_of(folder, max_num_seqs=6, block_tokens=BLOCK), requests)
-    for num_blocks in (8, 11, 17):
+    for num_blocks in (8, 11, 17) if model.config.model_type == "qwen3" else (11,):
         engine = engine_of(
             folder,
             max_num_seqs=6,
             block_tokens=BLOCK,
-            kv_cache_bytes=budget(num_blocks, folder),
+            kv_cache_bytes=budget(num_blocks, folder, slots=6),
             deterministic=deterministic,
         )
         interrupted = 0
@@ -194,8 +207,8 @@ def test_a_small_budget_delays_requests_and_changes_no_response(deterministic: b
         assert used(engine) == 0
 
 
-def test_a_preempted_request_can_be_aborted_with_its_tokens(qwen3: tuple[Any, Path]) -> None:
-    _, folder = qwen3
+def test_a_preempted_request_can_be_aborted_with_its_tokens(either: tuple[Any, Path]) -> None:
+    model, folder = either
     requests = [Request(i, prompt_of(i, 30), SamplingParams(90, ignore_eos=True), seed=i) for i in range(3)]
     whole = run(engine_of(folder), requests)
     engine = engine_of(folder, block_tokens=BLOCK, kv_cache_bytes=budget(9, folder))
@@ -203,7 +216,7 @@ def test_a_preempted_request_can_be_aborted_with_its_tokens(qwen3: tuple[Any, Pa
     while not any(count for i, count in engine.progress().items() if i in engine._waiting):
         engine.step(1)
     request_id, count = next((i, c) for i, c in engine.progress().items() if i in engine._waiting and c)
-    engine.load_weights(make_model(CONFIGS["qwen3"], seed=1).state_dict().items(), version=3)
+    engine.load_weights(make_model(model.config, seed=1).state_dict().items(), version=3)
     engine.step(1)
     output = engine.abort([request_id])[0]
     assert len(output.versions) == count and (output.versions == 0).all()
@@ -211,8 +224,8 @@ def test_a_preempted_request_can_be_aborted_with_its_tokens(qwen3: tuple[Any, Pa
     assert np.allclose(output.gen_logprobs, whole[request_id].gen_logprobs[:count], atol=1e-5)
 
 
-def test_a_budget_for_less_than_one_request_is_refused(qwen3: tuple[Any, Path]) -> None:
-    _, folder = qwen3
+def test_a_budget_for_less_than_one_request_is_refused(either: tuple[Any, Path]) -> None:
+    _, folder = either
     least = budget(8, folder)
     engine_of(folder, block_tokens=BLOCK, kv_cache_bytes=least)
     with pytest.raises(ValueError, match=f"kv_cache_bytes is {least - 1}, but .* max_length 128 needs {least}"):
@@ -236,13 +249,13 @@ def test_the_least_recently_used_prefixes_are_evicted_first(qwen3: tuple[Any, Pa
 
 
 @pytest.mark.parametrize(("lag", "later", "computed"), [(0, 1, 1), (1, 1, 0), (1, 2, 1), (2, 2, 0)])
-def test_new_weights_clear_the_prefix_cache(lag: int, later: int, computed: int, qwen3: tuple[Any, Path]) -> None:
+def test_new_weights_clear_the_prefix_cache(lag: int, later: int, computed: int, either: tuple[Any, Path]) -> None:
     """Unless older ones may be used; then a response continues from keys and values of the old weights."""
-    _, folder = qwen3
+    model, folder = either
     engine = counting(folder, prefix_staleness=lag)
     prompt = prompt_of(0, 40)
     run(engine, group(prompt, 1))
-    new = make_model(CONFIGS["qwen3"], seed=1)
+    new = make_model(model.config, seed=1)
     engine.load_weights(new.state_dict().items(), version=later)
     assert (not engine._blocks.evictable) == bool(computed)
     request = Request(0, prompt, SamplingParams(1, ignore_eos=True), seed=0)
@@ -252,14 +265,14 @@ def test_new_weights_clear_the_prefix_cache(lag: int, later: int, computed: int,
     assert (abs(outputs[0].gen_logprobs[0] - expected) < 1e-4) == bool(computed)
 
 
-def test_group_members_admitted_after_new_weights_recompute_their_prompt(qwen3: tuple[Any, Path]) -> None:
+def test_group_members_admitted_after_new_weights_recompute_their_prompt(either: tuple[Any, Path]) -> None:
     """Running members keep their keys and values, which no other request uses."""
-    _, folder = qwen3
+    model, folder = either
     engine = counting(folder, max_num_seqs=2)
     prompt = prompt_of(0, 40)
     engine.add(group(prompt, 2, new=30))
     engine.step(3)
-    new = make_model(CONFIGS["qwen3"], seed=1)
+    new = make_model(model.config, seed=1)
     engine.load_weights(new.state_dict().items(), version=1)
     later = group(prompt, 4, first_id=10)
     outputs = run(engine, later)
@@ -327,9 +340,9 @@ def test_resizing_the_cache_needs_extra_memory_for_only_one_layer(
         assert torch.equal(layer[:, cache.places[blocks]], held[:, first[blocks]]) and layer.isfinite().all()
 
 
-def test_new_weights_may_arrive_at_any_time(qwen3: tuple[Any, Path]) -> None:
+def test_new_weights_may_arrive_at_any_time(either: tuple[Any, Path]) -> None:
     """Also when a reserved block is about to be used, for which there is no memory yet."""
-    model, folder = qwen3
+    model, folder = either
     engine = engine_of(folder, max_num_seqs=1, block_tokens=4, deterministic=True)
     request = Request(0, prompt_of(0, 10), SamplingParams(30, ignore_eos=True), seed=0)
     expected = run(engine, [request])[0]
@@ -383,16 +396,16 @@ def test_blocks_are_found_and_evicted_by_their_tokens() -> None:
 
 
 @pytest.mark.parametrize("lag", [0, 1])
-def test_a_response_begun_under_too_old_weights_is_not_cached(lag: int, qwen3: tuple[Any, Path]) -> None:
+def test_a_response_begun_under_too_old_weights_is_not_cached(lag: int, either: tuple[Any, Path]) -> None:
     """Its next turn and another member of its group get the log-probs of the new weights."""
-    _, folder = qwen3
+    model, folder = either
     engine = counting(folder, prefix_staleness=lag)
     prompt = prompt_of(0, 40)
     first = Request(0, prompt, SamplingParams(20, ignore_eos=True), seed=0, continues=True)
     engine.add([first])
     engine.step(3)
     for version in range(1, lag + 2):
-        engine.load_weights(make_model(CONFIGS["qwen3"], seed=version).state_dict().items(), version=version)
+        engine.load_weights(make_model(model.config, seed=version).state_dict().items(), version=version)
     output = run(engine, [])[0]
     engine.prefilled = 0
     turns = [
@@ -400,14 +413,15 @@ def test_a_response_begun_under_too_old_weights_is_not_cached(lag: int, qwen3: t
         for i, ids in enumerate(([*prompt, *output.token_ids.tolist(), 5], prompt))
     ]
     outputs = run(engine, turns)
-    assert engine.prefilled == 60
-    assert largest_error(make_model(CONFIGS["qwen3"], seed=lag + 1), turns, outputs)[0] < 1e-4
+    # A recurrent model has no state after 39 of the turn's tokens.
+    assert engine.prefilled == (60 if model.config.model_type == "qwen3" else 60 + 39)
+    assert largest_error(make_model(model.config, seed=lag + 1), turns, outputs)[0] < 1e-4
 
 
-def test_recomputing_never_needs_more_blocks_than_exist(qwen3: tuple[Any, Path]) -> None:
+def test_recomputing_never_needs_more_blocks_than_exist(either: tuple[Any, Path]) -> None:
     """Also when running requests have filled their blocks, so one of them is about to be preempted."""
-    model, folder = qwen3
-    engine = counting(folder, max_num_seqs=2, max_length=5 * BLOCK, kv_cache_bytes=budget(5, folder))
+    model, folder = either
+    engine = counting(folder, max_num_seqs=2, max_length=5 * BLOCK, kv_cache_bytes=budget(5, folder, slots=2))
     requests = [Request(i, prompt_of(i, 20), SamplingParams(30, ignore_eos=True), seed=i) for i in range(2)]
     engine.add(requests)
     while engine._slots.positions[0] < 2 * BLOCK:
@@ -430,14 +444,16 @@ def test_a_request_waiting_behind_an_aborted_one_is_admitted(qwen3: tuple[Any, P
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["continue", "recompute"])
-def test_any_order_of_calls_gives_the_same_responses(mode: str, qwen3: tuple[Any, Path]) -> None:
+def test_any_order_of_calls_gives_the_same_responses(mode: str, either: tuple[Any, Path]) -> None:
     """Requests, steps, aborts, new weights at random, with a full cache: tokens of one policy have its log-probs, and
     at the end no block is in use."""
-    _, folder = qwen3
-    models = [make_model(CONFIGS["qwen3"], seed) for seed in range(3)]
-    for seed in range(3):
+    model, folder = either
+    models = [make_model(model.config, seed) for seed in range(3)]
+    for seed in range(3 if model.config.model_type == "qwen3" else 1):
         rng = np.random.default_rng(seed)
-        engine = engine_of(folder, max_num_seqs=6, max_length=40, block_tokens=4, kv_cache_bytes=budget(4, folder))
+        engine = engine_of(
+            folder, max_num_seqs=6, max_length=40, block_tokens=4, kv_cache_bytes=budget(4, folder, slots=6)
+        )
         stems = [prompt_of(10 * seed + i, 15) for i in range(2)]
         born: dict[int, int] = {}
         requests: dict[int, Request] = {}

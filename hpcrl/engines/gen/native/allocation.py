@@ -72,6 +72,7 @@ class PrefillBatch:
             version = min(version, used.version)
         if used.state is not None:
             self._states.add(used.state)
+            self._blocks.use_state(used.state)
         blocks = [*shared, *new]
         self._computed.update(self._blocks.insert(tokens, blocks, version))
         keeps = self._blocks.keep_state(tokens, self._states)

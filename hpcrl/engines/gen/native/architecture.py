@@ -37,8 +37,8 @@ class Rope:
 
 @dataclass(frozen=True)
 class Architecture:
-    """A decoder of blocks with grouped-query rotary attention or a gated delta rule, and a gated (or mixture of experts)
-    MLP."""
+    """A decoder of blocks with grouped-query rotary attention or a gated delta rule, and a gated MLP or a mixture of
+    experts."""
 
     decoder: Decoder
     vocab_size: int

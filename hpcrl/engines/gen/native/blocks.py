@@ -50,7 +50,7 @@ class Blocks:
     """Blocks with the ids 0 to num_blocks - 1 and their numbers of users.
 
     Args:
-        num_states: Number of kept states if the model has recurrent layers. The least recently used are dropped first.
+        num_states: Number of kept states if the model has recurrent layers.
     """
 
     def __init__(self, num_blocks: int, block_tokens: int, num_states: int | None = None):
@@ -66,6 +66,7 @@ class Blocks:
         self._root = _Prefix(-1, b"", sys.maxsize, None)
         self._free_states = list(range(self._num_states or 0))
         self._states: dict[int, _Prefix] = {}  # least recently used first
+        self._expected: set[int] = set()  # the states from which a later request will continue
 
     @property
     def num_free(self) -> int:
@@ -157,9 +158,11 @@ class Blocks:
             at.continues |= continues
         return new
 
-    def keep_state(self, tokens: np.ndarray, pinned: Collection[int] = ()) -> int | None:
+    def keep_state(self, tokens: np.ndarray, pinned: Collection[int] = (), expected: bool = False) -> int | None:
         """A place for the state after these tokens, which were inserted; None if it is kept already, if there are no
-        recurrent layers, or if all states are in `pinned`, which were used last."""
+        recurrent layers, or if no other state can be dropped: one that is not in `pinned`, least recently used first.
+        `expected` means that a later request will continue from it, until use_state(); for other states, such a state
+        is not dropped."""
         if not self._num_states or not len(tokens):
             return None
         at, size = self._root, self.block_tokens
@@ -168,12 +171,21 @@ class Blocks:
         if at.state is not None:
             return None
         if not self._free_states:
-            if (oldest := next(iter(self._states))) in pinned:
+            others = [state for state in self._states if state not in pinned]
+            worst = next((state for state in others if state not in self._expected), others[0] if expected else None)
+            if worst is None:
                 return None
-            self._drop_state(self._states[oldest])
+            self._drop_state(self._states[worst])
         at.state = self._free_states.pop()
         self._states[at.state] = at
+        if expected:
+            self._expected.add(at.state)
         return at.state
+
+    def use_state(self, state: int) -> None:
+        """A request continues from this state."""
+        self._states[state] = self._states.pop(state)
+        self._expected.discard(state)
 
     def evict(self, count: int) -> None:
         """Evict up to `count` blocks, least recently used first, which have no user and are not expected to be used by
@@ -215,12 +227,14 @@ class Blocks:
     def _drop_state(self, prefix: _Prefix) -> None:
         assert prefix.state is not None
         del self._states[prefix.state]
+        self._expected.discard(prefix.state)
         self._free_states.append(prefix.state)
         prefix.state = None
 
     def _match_state(self, tokens: np.ndarray) -> Match:
         """match() for models with recurrent layers."""
-        best, found, at, size = Match([]), [], self._root, self.block_tokens
+        found: list[int] = []
+        best, at, size = Match([]), self._root, self.block_tokens
         while True:
             rest = tokens[len(found) * size :]
             for length in sorted(at.short, reverse=True):
@@ -235,6 +249,4 @@ class Blocks:
             found.append(at.block)
             if at.state is not None:
                 best = Match(list(found), version=at.version, state=at.state)
-        if best.state is not None:
-            self._states[best.state] = self._states.pop(best.state)
         return best

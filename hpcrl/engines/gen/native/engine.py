@@ -1,8 +1,8 @@
 """The native generator: continuous batching in plain torch, in the rank's process.
 
 Live requests occupy consecutive slots. Their keys and values are in blocks (blocks.py), which requests with a common
-prefix share; the states of recurrent layers are in memory at the slots (recurrent.py). Admission prefills all of a request's tokens but the last. The next decode iteration feeds the last token
-like any other, so all sampling happens in one place.
+prefix share; states of recurrent layers are stored by slot (recurrent.py). Admission prefills all of a request's tokens
+but the last. The next decode iteration feeds the last token like any other, so all sampling happens in one place.
 """
 
 from __future__ import annotations
@@ -90,8 +90,9 @@ class NativeEngine:
         max_length: Maximum number of tokens in prompt and response together.
         float32_head: Compute the vocabulary projection in float32.
         block_tokens: Number of tokens in a block of the KV cache.
-        kv_cache_bytes: Maximum memory of the KV cache, including states of recurrent layers, by default enough for max_num_seqs requests of full length. When
-            it is full, requests wait, or are preempted and later prefilled again.
+        kv_cache_bytes: Maximum memory of the KV cache with the states of recurrent layers, by default enough for
+            max_num_seqs requests of full length. When it is full, requests wait, or are preempted and later prefilled
+            again.
         prefix_staleness: Later requests use a cached prefix if the weights are at most this many versions newer.
         deterministic: Always decode max_num_seqs rows, reserve a request's full length at admission, and share no
             blocks, only the prefill of requests that are admitted together. So a request's bits depend only on them.
@@ -551,7 +552,7 @@ class NativeEngine:
             tokens = held.tokens() if self._arch.vision is None else held.keys()
             cached = tokens[: self._slots.positions[slot]]
             self._blocks.insert(cached, self._slots.blocks_of(slot), version, request.continues)
-            if (kept := self._blocks.keep_state(cached)) is not None:
+            if (kept := self._blocks.keep_state(cached, expected=True)) is not None:
                 assert self._states is not None
                 self._states.keep([(slot, kept)])
 

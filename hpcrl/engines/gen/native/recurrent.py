@@ -1,4 +1,4 @@
-"""Layers with a gated delta rule (arXiv 2412.06464): their states in memory, prefill, and decoding of one token per slot.
+"""Layers with a gated delta rule (arXiv 2412.06464): states in memory, prefill, and decoding of one token per slot.
 
 A layer's state of a sequence is the recurrent state and the last inputs of the convolution before it. Its size does not
 depend on the sequence's length, and it belongs to one position: unlike keys and values, it cannot be cut. So the prefix
@@ -144,7 +144,7 @@ class RecurrentStates:
             part.unflatten(2, (sizes.key_heads, sizes.group)) for part in (beta, decay)
         ]
         for chunk in zip(*(part.split(CHUNK, dim=1) for part in inputs), strict=True):
-            output, state = _chunk(*chunk, state)
+            output, state = _chunk(state, *chunk)
             outputs.append(output)
         self._recurrent[layer, adding.slots] = state.transpose(2, 3).flatten(1, 2).flatten(2)
         attended = adding.unpad(torch.cat(outputs, dim=1))
@@ -231,7 +231,7 @@ def _gated(sizes: DeltaSizes, delta: Delta, attended: Tensor, gates: Tensor, eps
     return (normed * F.silu(gates.float())).to(normed.dtype).flatten(1)
 
 
-def _chunk(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, decay: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+def _chunk(state: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, decay: Tensor) -> tuple[Tensor, Tensor]:
     """The outputs [N, c, H, group, value_dim] of c tokens, and the state [N, H, group, key_dim, value_dim] after them,
     if it is `state` before. q and k are [N, c, H, key_dim], v as the outputs, beta and decay [N, c, H, group].
 

@@ -66,8 +66,8 @@ class LowRank:
 
 @dataclass(slots=True)
 class Layer:
-    """One block, with attention or a gated delta rule. Attention's matrix has the gates of q heads first, if any, then q
-    heads, then k, then v; a delta rule's has the parts of DeltaSizes.projected, and `out` has its values."""
+    """One block, with attention or a gated delta rule. For attention, `qkv` has the gates of q heads, if any, then q
+    heads, then k, then v; for a delta rule, the parts of DeltaSizes.projected, and `out` has its values as inputs."""
 
     attention_norm: Tensor | None  # [H]
     attention_post_norm: Tensor | None  # [H]
