@@ -296,6 +296,17 @@ def test_extra_layers_for_multi_token_prediction_are_valid(ahead: int | None, ac
     assert problems == [] if accepted else "more layers than num_hidden_layers = 1" in problems[0]
 
 
+def test_a_model_that_takes_images_needs_the_weights_of_its_tower(tmp_path: Path) -> None:
+    config = {"model_type": "gemma3", "text_config": CONFIG | {"model_type": "gemma3_text"}, "vision_config": {}}
+    text = {"model.embed_tokens.weight": [4, 4]}
+    seeing = config | {"vision_config": {"hidden_size": 8}}
+    (line,) = inspect_model(write_model(tmp_path / "a", seeing, text)).problems
+    assert "config.json has a vision tower (vision_config), but none of the 1 tensors belongs to it" in line
+    tower = {"vision_tower.vision_model.post_layernorm.weight": [8]}
+    assert inspect_model(write_model(tmp_path / "b", seeing, text | tower)).problems == []
+    assert inspect_model(write_model(tmp_path / "c", config, text)).problems == []
+
+
 @pytest.mark.slow
 def test_a_generated_tiny_model_has_no_problems(tmp_path: Path) -> None:
     from hpcrl.config import TinyModel

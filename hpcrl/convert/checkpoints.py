@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hpcrl.checkpoint.commit import MANIFEST, METADATA, FileEntry, find_latest, first_damage, problem_of
+from hpcrl.models.quantisation import quantisation
 from hpcrl.run_folder import CONFIG, stored_config
 from hpcrl.system.files import steps_in
 
@@ -110,13 +111,6 @@ def is_quantised(folder: Path) -> bool:
         return bool(quantisation(read_config(folder)))
     except ValueError:  # reported by who reads the file
         return False
-
-
-def quantisation(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The quantization_config of a config.json, which may be in its text_config; empty without one."""
-    text = config.get("text_config")
-    found = config.get("quantization_config") or (text.get("quantization_config") if isinstance(text, dict) else None)
-    return found if isinstance(found, dict) else {}
 
 
 def _iteration(path: Path) -> Path:

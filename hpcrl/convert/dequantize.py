@@ -11,13 +11,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hpcrl.convert.checkpoints import quantisation
 from hpcrl.convert.weight_files import WeightFiles
+from hpcrl.models.quantisation import CONVERTED, quantisation
 
 FLOAT8 = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
 QUANTISED = {**FLOAT8, "F8_E8M0": torch.float8_e8m0fnu, "U8": torch.uint8}
 """Additional safetensors dtypes of such folders."""
-METHODS = ("fp8", "mxfp4", "compressed-tensors")
 SCALES = ("_scale_inv", "_scale")
 """What follows the name of a matrix of 8-bit floats in the name of its scales, which multiply it."""
 UNUSED = ("input_scale", "activation_scale", "k_scale", "v_scale")
@@ -54,8 +53,10 @@ class QuantisedWeights:
         kind = quantisation(config)
         self._block = tuple(kind.get("weight_block_size") or ())
         method = kind.get("quant_method")
-        if method not in METHODS:
-            raise ValueError(f"{folder}/config.json: quant_method={method!r}; only {', '.join(METHODS)} are converted")
+        if method not in CONVERTED:
+            raise ValueError(
+                f"{folder}/config.json: quant_method={method!r}; only {', '.join(CONVERTED)} are converted"
+            )
         self._files = WeightFiles(folder, QUANTISED)
         self._of: dict[str, _Scaled | _Packed] = dict(self._quantised())
         used = {name for found in self._of.values() for name in found[:2]}

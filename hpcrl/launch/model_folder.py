@@ -22,6 +22,14 @@ HEAD = "score.weight"
 """The head of an exported critic, which has no vocabulary projection."""
 NO_TOKENIZER = "no tokenizer in"
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
+OTHER_WEIGHTS = {
+    "*.bin": "is pickled: save the model again as safetensors",
+    "*.pth": "has Meta's layout: use the model's folder in HF layout, whose config.json names an architecture",
+    "*.gguf": "is for llama.cpp, mostly quantised: use the folder in HF layout from which it was made",
+}
+"""Weights in other formats, by pattern of file names."""
+OTHER_NAMES = ("tok_embeddings.weight", "embedding.word_embeddings.weight", "transformer.wte.weight")
+"""Names of the embedding in the layouts of Meta and Mistral, of Megatron, and of GPT-2."""
 SIZES = ("hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
 OPTIONAL_SIZES = ("head_dim", "num_key_value_heads", "intermediate_size", "max_position_embeddings")
 
@@ -72,7 +80,7 @@ def inspect_model(path: Path, to_plan: bool = False, weightless: bool = False) -
     if not any((path / name).is_file() for name in TOKENIZERS):
         lacking.append(f"model.path: {NO_TOKENIZER} {path} (tokenizer.json)")
     if found.config:
-        wrong = list(_wrong_sizes(found)) or list(_wrong_shapes(found))
+        wrong = [*_wrong_sizes(found)] or [*_other_layout(found)] or [*_wrong_shapes(found)]
         found.problems += [f"model.path: {path}: {text}" for text in wrong[:MAX_SHOWN]]
         if len(wrong) > MAX_SHOWN:
             found.problems.append(
@@ -144,12 +152,14 @@ def _weight_files(found: ModelFolder, lacking: list[str]) -> Iterator[tuple[Path
             if (folder / file).is_file():
                 yield folder / file, files[file]
             else:
-                lacking.append(f"model.path: {folder / file} is missing, but {index.name} names it")
+                lacking.append(
+                    f"model.path: {folder / file} is missing, but {index.name} names it; copy or download it"
+                )
     elif single := sorted(folder.glob("*.safetensors")):
         yield from ((file, set()) for file in single)
     else:
-        pickled = next(folder.glob("*.bin"), None)
-        hint = f" ({pickled.name} is pickled: save the model again as safetensors)" if pickled else ""
+        other = next(((file, why) for pattern, why in OTHER_WEIGHTS.items() for file in folder.glob(pattern)), None)
+        hint = f" ({other[0].name} {other[1]})" if other else ""
         lacking.append(f"model.path: no weights in {folder} (*.safetensors){hint}")
 
 
@@ -170,8 +180,23 @@ def _read_header(file: Path, found: ModelFolder) -> dict[str, tuple[int, ...]]:
             raise ValueError(f"it has {size} bytes and should have {end}")
         return {name: tuple(int(size) for size in entry["shape"]) for name, entry in header.items()}
     except (OSError, struct.error, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        found.problems.append(f"model.path: {file} is damaged: {error}")
+        found.problems.append(f"model.path: {file} is damaged: {error}; copy or download it again")
         return {}
+
+
+def _other_layout(found: ModelFolder) -> Iterator[str]:
+    """A line if the weights have another library's names, or if a model that takes images has no vision tower."""
+    names, family = found.shapes, family_of(found.model_type)
+    embedded = any(name.endswith(EMBEDDING.removeprefix("model.")) for name in names)
+    other = next((name for name in names if name.endswith(OTHER_NAMES)), None)
+    if other and not embedded and family.decoder is not None:
+        yield f"the weights have the names of another library ({other}); give the folder in HF layout ({EMBEDDING})"
+    sees = family.vision is not None and bool(found.config.get("vision_config"))
+    if embedded and sees and not any("vis" in name for name in names):
+        yield (
+            f"config.json has a vision tower (vision_config), but none of the {len(names)} tensors belongs to it; add "
+            "its weights, or use the config.json of the text model"
+        )
 
 
 def _wrong_sizes(found: ModelFolder) -> Iterator[str]:

@@ -23,7 +23,7 @@ from hpcrl.launch.plan import ShownRows, plan_shape
 from hpcrl.launch.render import check_arguments, check_prologue
 from hpcrl.launch.resources import check_host_memory
 from hpcrl.launch.stored import check_rollouts
-from hpcrl.launch.vocabulary import check_vocabulary
+from hpcrl.launch.vocabulary import check_embedding, check_vocabulary
 from hpcrl.models.shape import CannotPlanError
 from hpcrl.planner.image_memory import with_row_tokens
 from hpcrl.planner.memory import check_sizes
@@ -183,6 +183,7 @@ def _check_model(reading: LoadedConfig, config: Config) -> ModelFolder | None:
         return None
     model = inspect_model(Path(config.model.path), to_plan=config.dry_run, weightless=config.debug == "fake")
     reading.add([Problem((), line, (("model", "path"),)) for line in model.problems])
+    reading.add([Problem((), line, (("model", "path"),)) for line in check_embedding(model.path, model.config)])
     if model.model_type:
         reading.add(list(check_family(config, model.model_type, ("model", "path"), model.config)))
         reading.add(list(check_trainable(config, model.config, ("model", "path"))))

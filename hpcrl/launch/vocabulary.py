@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from hpcrl.launch.model_folder import TOKENIZERS
+from hpcrl.models.shape import decoder_keys
 
 
 def check_vocabulary(folder: Path, policy: Path) -> Iterator[str]:
@@ -32,16 +33,36 @@ def check_vocabulary(folder: Path, policy: Path) -> Iterator[str]:
             return
 
 
+def check_embedding(folder: Path, config: Mapping[str, Any]) -> Iterator[str]:
+    """A line that begins with model.path if a token of tokenizer.json has no row of the embedding. Tokens added to a
+    vocabulary, such as placeholders of images, may have none: no text yields them. Nothing if the files cannot be read,
+    which others report."""
+    rows = decoder_keys(config).get("vocab_size")
+    try:
+        vocabulary = _vocabulary(_read(folder / "tokenizer.json"))
+        token, number = max(vocabulary.items(), key=lambda item: item[1])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return
+    if isinstance(rows, int) and isinstance(number, int) and number >= rows:
+        text = f"tokenizer.json has the token {token!r} with the id {number}, but vocab_size in config.json is {rows}"
+        yield f"model.path: {folder}: {text}; give the tokenizer with which the model was trained"
+
+
 def _tokens(folder: Path) -> dict[str, int]:
     """The id of every token."""
     if (folder / "tokenizer.json").is_file():
         content = _read(folder / "tokenizer.json")
-        tokens = content["model"]["vocab"]
-        if isinstance(tokens, list):  # of Unigram: (token, score)
-            tokens = {token: number for number, (token, _) in enumerate(tokens)}
-        return {**tokens, **{added["content"]: added["id"] for added in content.get("added_tokens", ())}}
+        return {**_vocabulary(content), **{added["content"]: added["id"] for added in content.get("added_tokens", ())}}
     added = folder / "added_tokens.json"
     return {**_read(folder / "vocab.json"), **(_read(added) if added.is_file() else {})}
+
+
+def _vocabulary(content: Mapping[str, Any]) -> dict[str, int]:
+    """The id of every token of a tokenizer.json that was not added to its vocabulary."""
+    tokens = content["model"]["vocab"]
+    if isinstance(tokens, list):  # of Unigram: (token, score)
+        return {token: number for number, (token, _) in enumerate(tokens)}
+    return dict(tokens)
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcrl.models.families import family_of
+from hpcrl.models.quantisation import quantised
 
 TABLE = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
 SCALAR_HEADS = ("ForSequenceClassification", "ForTokenClassification")
@@ -40,6 +41,6 @@ def untrainable(model: Mapping[str, Any]) -> Iterator[str]:
     if why := family_of(family).untrainable:
         yield f"does not train model_type={family}: {why}"
     elif known and family not in known and family_of(family).vision is None:
-        yield f"trains decoders of transformers, and {version('transformers')} has none of model_type={family}"
-    if model.get("quantization_config"):
-        yield "has no quantised weights (quantization_config); python -m hpcrl.convert makes bfloat16 of fp8 and mxfp4"
+        code = "; the code that the folder brings along (auto_map) is never run" if model.get("auto_map") else ""
+        yield f"trains decoders of transformers, and {version('transformers')} has none of model_type={family}{code}"
+    yield from quantised(model)

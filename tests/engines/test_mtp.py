@@ -145,9 +145,7 @@ def test_names_of_mtp_layers() -> None:
     assert mtp_names(inner, ["model.language_model.layers.2.a", "model.layers.1.a"]) == [
         "model.language_model.layers.2.a"
     ]
-    assert (
-        mtp_names({"num_hidden_layers": 2}, ["model.layers.2.a"]) == []
-    )  # more layers, of which config.json knows none
+    assert mtp_names({"num_hidden_layers": 2}, ["model.layers.2.a"]) == []  # config.json names none
 
 
 def test_numbers_of_mtp_layers_in_config_json() -> None:

@@ -62,6 +62,15 @@ def test_the_bundled_config_is_used_only_for_plans(cache: Path) -> None:
         find_model("Qwen/Qwen3-235B-A22B", plan_only=False)
 
 
+def test_a_missing_folder_is_not_taken_for_a_hub_name(cache: Path, tmp_path: Path) -> None:
+    """Of a conversion, or beside folders that exist."""
+    with pytest.raises(ValueError, match="no folder openai/gpt-oss-20b-bf16, which is made of openai/gpt-oss-20b: "):
+        find_model("openai/gpt-oss-20b-bf16", plan_only=False)
+    (tmp_path / "out").mkdir()
+    with pytest.raises(ValueError, match="no folder Qwen3 in the folder out, and no such name in the local Hugging"):
+        find_model("out/Qwen3", plan_only=False)
+
+
 @pytest.mark.parametrize("path", ["/nowhere/at/all", "nowhere", "./org/tiny", "a/b/c"])
 def test_a_name_that_is_not_a_hub_name_is_a_folder(cache: Path, path: str) -> None:
     assert find_model(path, plan_only=False) == path

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from hpcrl.models.families import MEGATRON, family_of, read_shape
+from hpcrl.models.quantisation import quantised
 from hpcrl.models.rope import rope_type, rope_types, ropes
 from hpcrl.models.router import unsupported_choices
 from hpcrl.models.shape import CannotPlanError
@@ -21,8 +22,7 @@ def lacking(own: object, model: Mapping[str, Any]) -> Iterator[str]:
     if family is None:
         yield f"trains {', '.join(MEGATRON)}, not {model.get('model_type')}"
         return
-    if model.get("quantization_config"):
-        yield "has no quantised weights (quantization_config); python -m hpcrl.convert makes bfloat16 of fp8 and mxfp4"
+    yield from quantised(model)
     yield from (f"has no {key}=true" for key in family.biases if model.get(key))
     if (activation := model.get("hidden_act") or "silu") not in SILU:
         yield f"has no hidden_act={activation}, only silu"
