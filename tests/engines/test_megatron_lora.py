@@ -145,10 +145,11 @@ OTHERS: dict[str, list[dict[str, Any]]] = {
         {"distributed_optimizer": False},
     ],
     "qwen3": [SEQUENCE],
+    "llama": [{"pipeline_parallel": 2, "virtual_pipeline": 2}],
     "qwen2_moe": [MIXED],
 }
 """The models of qwen3 have one key head, so a tensor-parallel rank has queries only, or keys as well."""
-MODELS: dict[str, dict[str, Any]] = {"qwen3": {"num_key_value_heads": 1}}
+MODELS: dict[str, dict[str, Any]] = {"qwen3": {"num_key_value_heads": 1}, "llama": {"num_hidden_layers": 4}}
 
 
 def _on_two_ranks(scratch: Path, splits: dict[str, list[dict[str, Any]]]) -> None:
