@@ -23,7 +23,8 @@ def _linear(lora: LoRAConfig, shape: ModelShape) -> list[Parameter]:
     """The matrices of the linear layers of lora.parts, without embedding, head, router and experts."""
     matrices = [p for p in shape.parameters if p.in_layers and len(p.shape) == 2]
     if shape.linear is None:
-        decoder = [p for p in matrices if p.layer is not None and p.split != "whole" and "decoder" in lora.parts]
+        inside = [p for p in matrices if p.layer is not None and p.split != "expert" and "decoder" in lora.parts]
+        decoder = [p for p in inside if not (p.layer in shape.expert_layers and ROUTER.search(p.name))]
     else:
         decoder = [p for p in matrices if p.layer is not None and p.name in shape.linear and "decoder" in lora.parts]
     return [*decoder, *(p for p in matrices if p.layer is None and part_of(p.name) in lora.parts)]

@@ -29,11 +29,13 @@ from hpcrl.engines.gen.native.engine import NativeEngine
 from hpcrl.engines.train.fsdp2 import engine as fsdp2
 from hpcrl.engines.train.fsdp2.engine import FSDP2Engine
 from hpcrl.engines.train.fsdp2.lora import Adapters, dropout_mask
+from hpcrl.engines.train.fsdp2.model import empty_model
 from hpcrl.engines.train.fsdp2.spec import FSDP2Config
 from hpcrl.models.families import read_shape
 from hpcrl.planner.adapters import adapters, check_targets
 from hpcrl.rollout.batch import Batch, batch_from_samples
 from hpcrl.rollout.types import FinishReason, Sample
+from hpcrl.spec.lora import layer_of
 from hpcrl.workers.one_process import OneProcess
 from tests.checkpoint.writing import write_files
 from tests.contracts.test_train_engine import check_contract
@@ -268,6 +270,15 @@ def test_peft_loads_adapters_of_mixtures(
     merged.load_state_dict(adapters.merged(weights, ours), strict=False)
     with torch.no_grad():
         assert (merged(tokens, use_cache=False).logits - want).abs().max() < 1e-4 * want.abs().max()
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen2_moe", "deepseek_v3", "gpt_oss", "glm4_moe", "mixtral", "gemma2"])
+def test_the_plan_has_the_adapters_of_the_trainer(family: str, tmp_path: Path) -> None:
+    """Also of latents and of the shared experts' gate, and of no biases of experts."""
+    folder = make_model_folder(family, tmp_path / "model")
+    shape = read_shape(json.loads((folder / "config.json").read_text()))
+    planned = [layer_of(parameter.name) for parameter in adapters(LORA, shape)]
+    assert set(planned) == set(Adapters(LORA).targets(empty_model(folder, torch.float32))[0])
 
 
 def names_of(hf: Any, parts: list[str]) -> list[str]:
