@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -28,7 +29,7 @@ class Formula(NamedTuple):
     sigmoid: bool = False
     normalised: bool = True
     scale: float = 1.0
-    changes: dict[str, Any] = {}
+    changes: Mapping[str, Any] = MappingProxyType({})
 
 
 GROUPS = {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.5}
@@ -84,7 +85,7 @@ def by_hand(model: Any, formula: Formula, chosen: dict[str, Tensor]) -> None:
     for name, numbers in chosen.items():
         parts = dict(modules[name].named_parameters())
         matrix = next(parts[key] for key in ("weight", "wg.weight", "router.weight") if key in parts)
-        bias = parts["bias"] if "bias" in parts else None
+        bias = parts.get("bias")
         block = modules[name] if hasattr(modules[name], "experts") else modules[name.rpartition(".")[0]]
         block.experts.register_forward_pre_hook(functools.partial(given, (matrix, bias), numbers))
 

@@ -1,8 +1,9 @@
 """Routers of transformers' mixtures of experts: their logits and their choice of experts, observed and replaced.
 
-A router's forward computes logits for all E experts by one linear layer, and chooses by one top-k of scores [T, E]. What
-it does before, between and after (softmax or sigmoid, biases, groups, norms, scales) is the model's own code, which
-calls torch's functions. These calls are intercepted while a router's forward runs, so any such router is supported.
+A router's forward computes logits for all E experts by one linear layer, and chooses by one top-k of scores [T, E].
+What it does before, between and after (softmax or sigmoid, biases, groups, norms, scales) is the model's own code,
+which calls torch's functions. These calls are intercepted while a router's forward runs, so any such router is
+supported.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ from hpcrl.engines.train.megatron.optimizer import Optimizer, distribute
 from hpcrl.engines.train.megatron.packing import Packed, pack, padded_lengths
 from hpcrl.engines.train.megatron.replay import ChosenExperts
 from hpcrl.engines.train.megatron.router_bias import RouterBias
-from hpcrl.engines.train.megatron.router_losses import RouterLosses
+from hpcrl.engines.train.megatron.router_losses import MegatronRouterLosses
 from hpcrl.engines.train.megatron.spec import SPEC, MegatronConfig
 from hpcrl.engines.train.megatron.weights import HFWeights
 from hpcrl.engines.train.offloading import HostMemory
@@ -121,13 +121,13 @@ class MegatronEngine:
                     embedding.register_forward_hook(lambda module, given, output: output.requires_grad_())
         agreed(lambda: self.weights.read(self.model_path))
         part = parallel_state.get_tensor_model_parallel_rank() if self.own.sequence_parallel else 0
-        self.routing: list[ChosenExperts | RouterLosses | RouterBias] = []
+        self.routing: list[ChosenExperts | MegatronRouterLosses | RouterBias] = []
         if replay:
             layers = sorted(self.description.shape.expert_layers)
             self.routing.append(ChosenExperts(chunks, layers, self._split()[2], part))
         self.router_losses = None
         if trainable and self.description.shape.expert_layers:
-            self.router_losses = RouterLosses(chunks, self.own, self._split()[2], part)
+            self.router_losses = MegatronRouterLosses(chunks, self.own, self._split()[2], part)
             self.routing.append(self.router_losses)
         self.router_bias = None
         if trainable and self.own.expert_bias_rate:
