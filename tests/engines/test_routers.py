@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from hpcrl.engines.train.fsdp2.model import PackedCausalLM
 from hpcrl.engines.train.fsdp2.model_kind import CAUSAL
-from hpcrl.engines.train.fsdp2.routers import Router, named_routers, try_routers
+from hpcrl.engines.train.fsdp2.routers import ObservedRouter, named_routers, try_routers
 from hpcrl.engines.train.fsdp2.spec import FSDP2Config
 from tests.engines.architectures import tiny_config
 
@@ -115,7 +115,7 @@ def test_replayed_experts_have_the_weights_of_the_formula(family: str) -> None:
     formula = FORMULAS[family]
     model = model_of(family, **formula.changes)
     tokens = torch.randperm(100)[:23]
-    routers = {name: Router(model.get_submodule(name), count) for name, count in named_routers(model)}
+    routers = {name: ObservedRouter(model.get_submodule(name), count) for name, count in named_routers(model)}
     wanted, own = results(model, tokens), dict[str, Tensor]()
     for name, router in routers.items():
         router.see_choice = functools.partial(own.__setitem__, name)
@@ -150,7 +150,7 @@ def test_llama4_replays_its_dense_choice() -> None:
     """Its router yields a weight for every expert, which is zero for all but the chosen ones."""
     model = model_of("llama4_text")
     ((name, count), *_) = named_routers(model)
-    router, module = Router(model.get_submodule(name), count), model.get_submodule(name)
+    router, module = ObservedRouter(model.get_submodule(name), count), model.get_submodule(name)
     states, chosen = torch.randn(7, module.in_features), torch.randint(0, count, (7, module.top_k))
     router.chosen = chosen
     weights, logits = module(states)

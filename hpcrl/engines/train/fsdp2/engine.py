@@ -39,7 +39,7 @@ from hpcrl.engines.train.fsdp2.prefix_tree import share_prefixes
 from hpcrl.engines.train.fsdp2.probe import probe_packing
 from hpcrl.engines.train.fsdp2.replay import RouterReplay
 from hpcrl.engines.train.fsdp2.router_training import RouterTraining
-from hpcrl.engines.train.fsdp2.routers import Router, RouterTable, named_routers, router_table
+from hpcrl.engines.train.fsdp2.routers import ObservedRouter, RouterTable, named_routers, router_table
 from hpcrl.engines.train.fsdp2.sharding import shard
 from hpcrl.engines.train.fsdp2.spec import SPEC, FSDP2Config
 from hpcrl.engines.train.fsdp2.tensor_parallel import TensorParallel
@@ -197,7 +197,7 @@ class FSDP2Engine:
     def _trains_routers(self) -> bool:
         return self.trainable and self.trains_routers and self.lora is None
 
-    def _router_training(self, routers: Sequence[Router], table: RouterTable) -> RouterTraining | None:
+    def _router_training(self, routers: Sequence[ObservedRouter], table: RouterTable) -> RouterTraining | None:
         """ValueError if biases cannot move."""
         if not self._trains_routers:
             return None

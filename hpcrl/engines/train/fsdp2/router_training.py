@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from hpcrl.engines.train.fsdp2.exchange import TokenRanks
 from hpcrl.engines.train.fsdp2.packed_attention import PackedLayout
-from hpcrl.engines.train.fsdp2.routers import Router, RouterTable
+from hpcrl.engines.train.fsdp2.routers import ObservedRouter, RouterTable
 from hpcrl.engines.train.fsdp2.spec import FSDP2Config
 from hpcrl.engines.train.router_bias import moved_biases
 from hpcrl.engines.train.router_keys import BIAS
@@ -34,7 +34,7 @@ class RouterTraining:
     def __init__(
         self,
         hf: PreTrainedModel,
-        routers: Sequence[Router],
+        routers: Sequence[ObservedRouter],
         table: RouterTable,
         own: FSDP2Config,
         ranks: TokenRanks,
