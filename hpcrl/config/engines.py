@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Literal, Self, TypeVar
 
 from pydantic import AfterValidator, Field
 
-from hpcrl.config.part_names import own_section
+from hpcrl.config.part_names import own_section, section_name
 from hpcrl.spec.fields import NUMBER, Natural, NonNegative, Positive, PositiveFloat, Section, Share
 from hpcrl.spec.freeze import freezable
 from hpcrl.spec.lora import matched, regular
@@ -110,6 +110,16 @@ class TrainerConfig(Section):
     def section(self, kind: type[S]) -> S:
         """The section of the selected engine, which has this type."""
         return own_section(self, self.engine, TRAIN_ENGINES[self.engine], kind)
+
+    def of_another_model(self) -> Self:
+        """Without what the section sets for the policy only (TrainEngineSpec.policy_keys)."""
+        spec = TRAIN_ENGINES[self.engine]
+        if not spec.policy_keys:
+            return self
+        name = section_name(self.engine, spec)
+        section = getattr(self, name)
+        defaults = {key: type(section).model_fields[key].default for key in spec.policy_keys}
+        return self.model_copy(update={name: section.model_copy(update=defaults)})
 
 
 class GeneratorConfig(Section):

@@ -234,7 +234,7 @@ class Config(Section):
         """The configuration that the reference's engine and its plan read: with the reference's model and without
         adapters."""
         model = self.model.model_copy(update={"path": self.reference.path or self.model.path})
-        trainer = self.trainer.model_copy(update={"lora": LoRAConfig()})
+        trainer = self.trainer.model_copy(update={"lora": LoRAConfig()}).of_another_model()
         return self.model_copy(update={"model": model, "trainer": trainer})
 
     @property
@@ -260,7 +260,8 @@ class Config(Section):
         changes |= {"engine": critic.engine or self.trainer.engine, "lr_warmup_steps": critic.lr_warmup_steps}
         changes |= {"lora": LoRAConfig(), "router_replay": False, "head_dtype": None, "freeze": []}
         model = self.model.model_copy(update={"path": critic.path or self.model.path})
-        return self.model_copy(update={"trainer": self.trainer.model_copy(update=changes), "model": model})
+        trainer = self.trainer.model_copy(update=changes).of_another_model()
+        return self.model_copy(update={"trainer": trainer, "model": model})
 
     def of_judge(self) -> Config:
         """The configuration for the judge's engine and its plan: with the judge's model, engine, lengths and ranks

@@ -174,6 +174,8 @@ class TrainEngineSpec(Spec):
     """Whether this includes checkpoints of adapters."""
     segments: bool = False
     """Whether it computes the segments of a row (hpcrl.rollout.batch.Batch) separately, for episodes by steps."""
+    policy_keys: tuple[str, ...] = ()
+    """Keys of its section that have their default for a critic and for a reference with another model."""
     router_replay: bool = False
     """Whether it can choose the experts that the generator chose (the field `routes`, hpcrl.engines.expert_routes)."""
     media: frozenset[str] = frozenset()

@@ -127,6 +127,14 @@ VISION = {"model": {"tiny": {"architecture": "qwen2_5_vl"}}}
             {"trainer": {"freeze": ["router"], "engine": "megatron", "megatron": {"aux_loss": 0.1}}},
             "trainer.megatron.aux_loss: 0.1 trains routers, and trainer.freeze has router; use 0",
         ),
+        (
+            {"trainer": {"freeze": ["router"], "fsdp2": {"expert_bias_rate": 0.001}}},
+            "trainer.fsdp2.expert_bias_rate: 0.001 trains routers, and trainer.freeze has router; use 0",
+        ),
+        (
+            {"trainer": {"lora": {"rank": 4}, "engine": "deepspeed", "deepspeed": {"z_loss": 0.1}}},
+            "trainer.deepspeed.z_loss: 0.1 trains routers, and trainer.lora freezes them; use 0",
+        ),
     ],
 )
 def test_invalid_parts_are_refused_before_the_start(config: dict[str, Any], expected: str) -> None:

@@ -1,4 +1,4 @@
-"""The bias of experts in Megatron's routers: moved by the load in transformers' model, on every split."""
+"""The bias of experts in routers: moved by the load in transformers' model, on every split of Megatron and FSDP2."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from hpcrl.algorithms.interface import Objective, Outputs
+from hpcrl.config import TrainerConfig
 from hpcrl.metrics.stats import Stats
 from hpcrl.rollout.batch import Batch, Norms
 from tests.engines.test_megatron import make, weights_of_all_shares, write
@@ -112,3 +113,61 @@ def test_router_biases_follow_the_load_on_every_split(tmp_path: Path) -> None:
     for ranks in (1, 2):
         exported = load_file(tmp_path / f"hf{ranks}" / "model.safetensors")
         assert all(torch.equal(exported[name], bias) for name, bias in wanted[1].items())
+
+
+FSDP2_ON_ONE: list[dict[str, Any]] = [{"activation_checkpointing": True}]
+FSDP2_ON_TWO: list[dict[str, Any]] = [{}, {"context_parallel": 2}]
+
+
+def make_fsdp2(folder: Path, dtype: torch.dtype = torch.float32, **own: Any) -> Any:
+    from hpcrl.engines.train.fsdp2.engine import FSDP2Engine
+    from hpcrl.engines.train.fsdp2.spec import FSDP2Config
+
+    config = TrainerConfig(lr=1e-2, max_grad_norm=100.0, logits_chunk_tokens=8)
+    return FSDP2Engine(config, folder, own=FSDP2Config(**own), dtype=dtype, total_steps=8)
+
+
+def check_fsdp2(folder: Path, wanted: tuple[dict[str, Tensor], dict[str, Tensor]], splits: list[Any], to: Path) -> None:
+    """Every rank runs it."""
+    before, after = wanted
+    whole = make_batch(LENGTHS)
+
+    def assert_biases(engine: Any, expected: dict[str, Tensor]) -> None:
+        found = {name: tensor for name, tensor in engine.named_weights() if name in before}
+        assert found.keys() == expected.keys() and all(torch.equal(found[n], expected[n]) for n in expected)
+
+    for number, own in enumerate(splits):
+        engine = make_fsdp2(folder, expert_bias_rate=RATE, **own)
+        rank, size = engine.data_parallel_rank, engine.data_parallel_size
+        rows = [0, 1, 2, 3, 4] if size == 1 else [[0, 4, 3], [1, 2]][rank]
+        batch = whole.select(rows)
+        plan = [[1], [row for row in range(len(rows)) if row != 1], []]  # rows 0 and 3 begin alike
+        engine.logprobs(batch, plan, 1.0)
+        engine.train_step(batch, plan, Infinite(), norms_of(whole))
+        assert_biases(engine, before)
+        engine.train_step(batch, plan, Weighted(), norms_of(whole))
+        assert_biases(engine, after)
+        state = write(engine, to / f"fsdp2.{dist.get_world_size()}.{number}")
+        resumed = make_fsdp2(folder, **own)
+        resumed.load(state)
+        assert_biases(resumed, after)
+        resumed.train_step(batch, plan, Weighted(), norms_of(whole))
+        assert_biases(resumed, after)  # without a rate
+    engine = make_fsdp2(folder, torch.bfloat16)
+    assert_biases(engine, before)  # they stay in float32 on every rank
+    engine.export_hf(to / "bf16")
+    exported = load_file(to / "bf16" / "model.safetensors")
+    assert all(torch.equal(exported[name], bias) for name, bias in before.items())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_fsdp2_moves_biases_by_the_load(tmp_path: Path) -> None:
+    """Tokens of common prefixes count for each row, and recomputed layers once."""
+    folder = make_model_folder("deepseek_v3", tmp_path / "model", first_k_dense_replace=0)
+    wanted = moved(folder, make_batch(LENGTHS))
+    with process_group(0, 1, str(tmp_path / "world")):
+        check_fsdp2(folder, wanted, FSDP2_ON_ONE, tmp_path)
+        with pytest.raises(ValueError, match=r"trainer\.fsdp2\.expert_bias_rate: .*mlp.gate has no bias of experts"):
+            make_fsdp2(make_model_folder("qwen3_moe", tmp_path / "other"), expert_bias_rate=RATE)
+    run_ranks(2, check_fsdp2, folder, wanted, FSDP2_ON_TWO, tmp_path)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -15,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from hpcrl.engines.train.fsdp2.model import PackedCausalLM
 from hpcrl.engines.train.fsdp2.model_kind import CAUSAL
-from hpcrl.engines.train.fsdp2.routers import Router, named_routers, try_routers
+from hpcrl.engines.train.fsdp2.routers import ObservedRouter, named_routers, try_routers
 from hpcrl.engines.train.fsdp2.spec import FSDP2Config
 from tests.engines.architectures import tiny_config
 
@@ -28,7 +29,7 @@ class Formula(NamedTuple):
     sigmoid: bool = False
     normalised: bool = True
     scale: float = 1.0
-    changes: dict[str, Any] = {}
+    changes: Mapping[str, Any] = MappingProxyType({})
 
 
 GROUPS = {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.5}
@@ -84,7 +85,7 @@ def by_hand(model: Any, formula: Formula, chosen: dict[str, Tensor]) -> None:
     for name, numbers in chosen.items():
         parts = dict(modules[name].named_parameters())
         matrix = next(parts[key] for key in ("weight", "wg.weight", "router.weight") if key in parts)
-        bias = parts["bias"] if "bias" in parts else None
+        bias = parts.get("bias")
         block = modules[name] if hasattr(modules[name], "experts") else modules[name.rpartition(".")[0]]
         block.experts.register_forward_pre_hook(functools.partial(given, (matrix, bias), numbers))
 
@@ -114,7 +115,7 @@ def test_replayed_experts_have_the_weights_of_the_formula(family: str) -> None:
     formula = FORMULAS[family]
     model = model_of(family, **formula.changes)
     tokens = torch.randperm(100)[:23]
-    routers = {name: Router(model.get_submodule(name), count) for name, count in named_routers(model)}
+    routers = {name: ObservedRouter(model.get_submodule(name), count) for name, count in named_routers(model)}
     wanted, own = results(model, tokens), dict[str, Tensor]()
     for name, router in routers.items():
         router.see_choice = functools.partial(own.__setitem__, name)
@@ -149,7 +150,7 @@ def test_llama4_replays_its_dense_choice() -> None:
     """Its router yields a weight for every expert, which is zero for all but the chosen ones."""
     model = model_of("llama4_text")
     ((name, count), *_) = named_routers(model)
-    router, module = Router(model.get_submodule(name), count), model.get_submodule(name)
+    router, module = ObservedRouter(model.get_submodule(name), count), model.get_submodule(name)
     states, chosen = torch.randn(7, module.in_features), torch.randint(0, count, (7, module.top_k))
     router.chosen = chosen
     weights, logits = module(states)

@@ -378,6 +378,22 @@ def test_a_dense_model_has_no_routes_to_count() -> None:
     assert [problem.text for problem in problems] == ["trainer.router_replay: qwen2 has no experts; set it to false"]
 
 
+@pytest.mark.parametrize("engine", ["fsdp2", "deepspeed", "megatron"])
+def test_keys_of_routers_are_refused_for_models_without_them(engine: str) -> None:
+    """With the policy's model: a critic's and another reference's have no such keys."""
+    config = run(trainer={"engine": engine, engine: {"aux_loss": 0.01}})
+    problems = check_sizes(config, RoleLayout.from_config(config), shape_of("Qwen2.5-7B"))
+    assert f"trainer.{engine}.aux_loss: 0.01, but qwen2 has no experts; use 0" in [some.text for some in problems]
+    mixture = check_sizes(config, RoleLayout.from_config(config), shape_of("Qwen3-30B-A3B"))
+    assert not any("aux_loss" in problem.text for problem in mixture)
+    for other in (config.of_critic(), config.of_reference()):
+        assert getattr(other.trainer, engine).aux_loss == 0.0
+    if engine != "deepspeed":
+        config = run(trainer={"engine": engine, engine: {"expert_bias_rate": 0.001}})
+        problems = check_sizes(config, RoleLayout.from_config(config), shape_of("Qwen3-30B-A3B"))
+        assert any("expert_bias_rate: 0.001, but the routers of qwen3_moe have no bias" in p.text for p in problems)
+
+
 def test_adapters_need_no_second_model_and_only_they_are_sent() -> None:
     """Rank 16 at q and v of Qwen2.5-7B: 28 layers of 16 * (3584 + 3584) and 16 * (3584 + 512) numbers."""
     shape, numbers = shape_of("Qwen2.5-7B"), 28 * 16 * (2 * 3584 + 3584 + 512)

@@ -40,6 +40,10 @@ def make(config: Config, model_path: Path, total_steps: int, trainable: bool) ->
     return ZeroEngine(config.trainer, model_path, zero=own, trainable=trainable, replay=replay, **given)
 
 
+SHARED = ("packing", "attention", "activation_checkpointing", "aux_loss", "z_loss")
+"""Keys that the section has in common with FSDP2's."""
+
+
 class ZeroEngine(FSDP2Engine):
     """TrainEngine on the default process group, which must have exactly the engine's ranks.
 
@@ -53,7 +57,7 @@ class ZeroEngine(FSDP2Engine):
     def __init__(self, config: TrainerConfig, model_path: Path, *, zero: DeepSpeedConfig | None = None, **others: Any):
         """As FSDP2Engine. Collective. ValueError on every rank if the folder cannot be used."""
         self.zero = zero or DeepSpeedConfig()
-        shared = {key: getattr(self.zero, key) for key in ("packing", "attention", "activation_checkpointing")}
+        shared = {key: getattr(self.zero, key) for key in SHARED}
         super().__init__(config, model_path, own=FSDP2Config(**shared), **others)
 
     # ---- building
@@ -136,8 +140,11 @@ class ZeroEngine(FSDP2Engine):
         self.model.set_gradient_accumulation_boundary(is_last)
 
     def _backward(self, loss: Tensor) -> None:
+        self.model.backward(loss * self._loss_factor(), scale_wrt_gas=False)
+
+    def _loss_factor(self) -> float:
         # Compensates DeepSpeed's division of the sum over ranks by the number of ranks.
-        self.model.backward(loss * self.data_parallel_size, scale_wrt_gas=False)
+        return float(self.data_parallel_size)
 
     def _update(self) -> Stats:
         """Clip, step and drop the gradients. Stats on data-parallel rank 0 only, so they count once. Collective."""

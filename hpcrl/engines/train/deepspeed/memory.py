@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.config import Config, Problem
-from hpcrl.engines.train.deepspeed.spec import BUCKET_NUMBERS, DeepSpeedConfig
+from hpcrl.engines.train.deepspeed.spec import AT, BUCKET_NUMBERS, DeepSpeedConfig
 from hpcrl.engines.train.deepspeed.traffic import step_traffic
+from hpcrl.engines.train.router_keys import without_routers
 from hpcrl.models.shape import CannotPlanError, ModelShape
 from hpcrl.planner.activations import FP32, Tokens
 from hpcrl.planner.adapters import saved, trained, with_adapters
@@ -15,6 +17,7 @@ from hpcrl.planner.memory_parts import BYTES, PHASES, Change, Part, Phase, PlanR
 from hpcrl.planner.moments import fullest, moments
 from hpcrl.planner.traffic import Sent, StepWork
 from hpcrl.planner.trainer import forward_parts
+from hpcrl.spec.problems import engine_problem
 
 LIVE_NUMBERS = 1_000_000_000
 """DeepSpeed's limit for gathered parameters (stage3_max_live_parameters, stage3_max_reuse_distance). A parameter that
@@ -125,7 +128,7 @@ class ZeroPlan:
     """The TrainPlan (hpcrl.planner.trainer) of DeepSpeed."""
 
     def check(self, config: Config, layout: RoleLayout, shape: ModelShape) -> list[Problem]:
-        return []
+        return list(without_routers(own(config), shape, functools.partial(engine_problem, AT)))
 
     def trainer_parts(self, config: Config, shape: ModelShape, num_ranks: int) -> list[Part]:
         return trainer_parts(config, shape, num_ranks)

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from pydantic import Field
 
 from hpcrl.engines.train.fsdp2.spec import check_attention, unpackable
+from hpcrl.engines.train.router_keys import frozen_routers
 from hpcrl.models.transformers_models import untrainable
-from hpcrl.spec.fields import Section
+from hpcrl.spec.fields import NonNegative, Section
 from hpcrl.spec.kinds import TrainEngineSpec
 from hpcrl.spec.media import IMAGE
-from hpcrl.spec.problems import Problem
+from hpcrl.spec.problems import Problem, engine_problem
 
 AT = ("trainer", "deepspeed")
+LOSSES = ("aux_loss", "z_loss")
+"""Router losses, whose coefficients change results."""
 BUCKET_NUMBERS = 500_000_000
 """DeepSpeed's default size of the buffers in which it reduces gradients and gathers parameters."""
 GIVEN = {
@@ -60,6 +64,10 @@ class DeepSpeedConfig(Section):
     """See trainer.fsdp2.attention."""
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass."""
+    aux_loss: NonNegative = 0.0
+    """See trainer.fsdp2.aux_loss."""
+    z_loss: NonNegative = 0.0
+    """See trainer.fsdp2.z_loss."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Additional keys of DeepSpeed's configuration, as {zero_optimization: {reduce_bucket_size: 100000000}}. DeepSpeed
     checks them when the trainer starts."""
@@ -80,6 +88,7 @@ def _check(config: Any) -> Iterator[Problem]:
     elif own.nvme_path and not own.nvme_path.startswith(("/", "$")):
         yield _problem("nvme_path", f"a folder of each node by its full path or in a variable, not {own.nvme_path!r}")
     yield from check_attention(config, own, AT)
+    yield from frozen_routers(config, own, functools.partial(engine_problem, AT))
     yield from _check_options(own.options, GIVEN, "")
     zero = own.options.get("zero_optimization", {})
     if not isinstance(zero, dict):
@@ -113,7 +122,7 @@ SPEC = TrainEngineSpec(
     plan="hpcrl.engines.train.deepspeed.memory:PLAN",
     needs={"deepspeed": "deepspeed"},
     tested_versions={"deepspeed": "0.19"},
-    resume_keys=tuple(key for key in DeepSpeedConfig.model_fields if key not in ("packing", "options")),
+    resume_keys=tuple(key for key in DeepSpeedConfig.model_fields if key not in ("packing", "options", *LOSSES)),
     segments=True,
     computes=frozenset({"entropy"}),
     deterministic=True,
@@ -123,5 +132,6 @@ SPEC = TrainEngineSpec(
     freezes=True,
     lora=True,
     router_replay=True,
+    policy_keys=LOSSES,
     make_critic="hpcrl.engines.train.deepspeed.critic:make",
 )

@@ -113,6 +113,7 @@ class FSDP2Critic(FSDP2Engine):
 
     computes = frozenset({"values"})
     kind = CRITIC
+    trains_routers = False
     model_class = tried_class = PackedCritic
 
     def _empty_model(self, dtype: torch.dtype) -> PreTrainedModel:

@@ -38,12 +38,14 @@ from hpcrl.engines.train.fsdp2.packed_attention import PackedLayout
 from hpcrl.engines.train.fsdp2.prefix_tree import share_prefixes
 from hpcrl.engines.train.fsdp2.probe import probe_packing
 from hpcrl.engines.train.fsdp2.replay import RouterReplay
-from hpcrl.engines.train.fsdp2.routers import RouterTable, router_table
+from hpcrl.engines.train.fsdp2.router_training import RouterTraining
+from hpcrl.engines.train.fsdp2.routers import ObservedRouter, RouterTable, named_routers, router_table
 from hpcrl.engines.train.fsdp2.sharding import shard
 from hpcrl.engines.train.fsdp2.spec import SPEC, FSDP2Config
 from hpcrl.engines.train.fsdp2.tensor_parallel import TensorParallel
 from hpcrl.engines.train.fsdp2.trial import idle_parameters, try_architecture
 from hpcrl.engines.train.fsdp2.weights import NamedWeights, local
+from hpcrl.engines.train.router_keys import ROUTER_KEYS
 from hpcrl.engines.train.schedule import learning_rate, update_stats
 from hpcrl.engines.train.training_engine import check_micro_batches
 from hpcrl.metrics.stats import Stats, merge
@@ -86,6 +88,7 @@ class FSDP2Engine:
     computes = SPEC.computes
     name = "fsdp2"
     kind: Kind = CAUSAL
+    trains_routers = True  # a mixture's losses and biases, besides the objective
     model_class: type[PackedCausalLM] = PackedCausalLM
     tried_class: type[PackedCausalLM] = PackedCausalLM
 
@@ -140,7 +143,7 @@ class FSDP2Engine:
         ranks = self.mesh.tokens
         agreed(lambda: check_heads(self.own, hf.config.get_text_config()))
         obstacle = agreed(lambda: try_architecture(self, hf.config, ranks))
-        routers = agreed(lambda: self._routers(hf.config)) if replay else None
+        table = agreed(lambda: self._routers(hf, replay))
         source = agreed(lambda: self._to_train(self._read_model(kept), seed) if self.mesh.rank == 0 else None)
         self.num_parameters = sum(p.numel() for p in hf.parameters())
         self.num_trained = sum(p.numel() for p in hf.parameters() if p.requires_grad)
@@ -151,7 +154,9 @@ class FSDP2Engine:
         self.keep_gathered = gathered_bytes <= SMALL_MODEL_BYTES
         # A PackedCausalLM; if it is sharded, fully_shard has also made it an FSDPModule.
         self.model: Any = self._sharded(hf, source) if source is None or self.sharded else self._whole(source)
-        self.replay = None if routers is None else RouterReplay(routers.of(self.model.hf))
+        routers = [] if table is None else table.of(self.model.hf)
+        self.replay = RouterReplay(routers) if replay else None
+        self.router_training = None if table is None else agreed(lambda: self._router_training(routers, table))
         self.shards = list(self.model.parameters())  # walking the modules takes a twentieth of a small step
         self._common = [p for name, p in self.model.named_parameters() if self._split_dim(name) is None]
         del source
@@ -176,12 +181,36 @@ class FSDP2Engine:
     def _read_model(self, dtype: torch.dtype) -> PreTrainedModel:
         return read_model(self.model_path, dtype, self.kind)
 
-    def _routers(self, model: PreTrainedConfig) -> RouterTable:
-        """The routers to replay. ValueError if they cannot be."""
+    def _routers(self, hf: PreTrainedModel, replay: bool) -> RouterTable | None:
+        """The routers that replay or are measured, if any. ValueError if a key needs some that are not supported."""
+        used = [f"{self.name}.{key}" for key in ROUTER_KEYS if getattr(self.own, key)] if self._trains_routers else []
+        if not replay and not used and (not self._trains_routers or not any(named_routers(hf))):
+            return None
         try:
-            return router_table(self, model)
+            table = router_table(self, hf.config)
+            if used and any(router.sigmoid is None for router in table.found):
+                raise ValueError(f"the routers of {hf.config.model_type} have neither sigmoids nor a softmax as scores")
+            return table
         except ValueError as error:
-            raise ValueError(f"trainer.router_replay: {error}; set it to false") from error
+            if replay:
+                raise ValueError(f"trainer.router_replay: {error}; set it to false") from error
+            if used:
+                raise ValueError(f"trainer.{used[0]}: {error}; use 0") from error
+            return None
+
+    @property
+    def _trains_routers(self) -> bool:
+        return self.trainable and self.trains_routers and self.lora is None
+
+    def _router_training(self, routers: Sequence[ObservedRouter], table: RouterTable) -> RouterTraining | None:
+        """ValueError if biases cannot move."""
+        if not self._trains_routers:
+            return None
+        ranks, factor = self.mesh.tokens, self._loss_factor()
+        try:
+            return RouterTraining(self.model.hf, routers, table, self.own, ranks, self.device, factor)
+        except ValueError as error:
+            raise ValueError(f"trainer.{self.name}.expert_bias_rate: {error}; use 0") from error
 
     def _to_train(self, hf: PreTrainedModel, seed: int) -> PreTrainedModel:
         """Set requires_grad for trained parameters; returns the model."""
@@ -305,6 +334,8 @@ class FSDP2Engine:
             raise ValueError("a row of several sequences (an episode by steps) needs a model that can be packed")
         if self.replay is not None:
             self.replay.replay_of(batch.to(self.device), None if layout is None else layout.kept)
+        if self.router_training is not None and torch.is_grad_enabled():
+            self.router_training.see(batch, layout)
         token_ids, positions, before, places = (
             to_device(tensor, self.device) for tensor in (token_ids, positions, before, places)
         )
@@ -384,6 +415,8 @@ class FSDP2Engine:
             )
         split = self._split(micro_batches, batch.num_sequences)
         self._sums = {} if len(split) > 1 else None
+        if self.router_training is not None:
+            self.router_training.see_mini_batch(norms)
         collected: list[Stats] = []
         for number, rows in enumerate(split):
             if self.sharded:
@@ -394,6 +427,8 @@ class FSDP2Engine:
             parameter, total = self._sums.popitem()
             parameter.grad = total.to(parameter.dtype)
         self._sum_over_tensor_ranks()
+        if self.router_training is not None:
+            collected.append(self.router_training.stats(batch, check_micro_batches(micro_batches, batch.num_sequences)))
         return merge(collected)
 
     def _train_on(self, micro_batch: Batch, objective: Objective, norms: Norms) -> list[Stats]:
@@ -407,7 +442,11 @@ class FSDP2Engine:
             loss, stats = objective.loss(outputs, micro_batch.to(self.device), norms)
             loss = loss + anchor
             collected.append(stats)
+        if self.router_training is not None:
+            self.router_training.repeat()
         self._backward(loss)
+        if self.router_training is not None:
+            self.router_training.stop()
         return collected
 
     def _dropping(self, micro_batch: int) -> contextlib.AbstractContextManager[None]:
@@ -418,6 +457,10 @@ class FSDP2Engine:
 
     def _backward(self, loss: Tensor) -> None:
         loss.backward()
+
+    def _loss_factor(self) -> float:
+        """What a loss is multiplied by before the backward pass."""
+        return 1.0
 
     def _sum_over_tensor_ranks(self) -> None:
         """Sum common parameters' gradients: each tensor-parallel rank has its tokens' or heads' part. Collective."""
@@ -456,6 +499,8 @@ class FSDP2Engine:
                 group["lr"] = rate
             self.optimizer.step()
             self.optimizer_step += 1
+            if self.router_training is not None:
+                self.router_training.move_biases()
         self.discard_gradients()
         return update_stats(rate, grad_norm) if self.mesh.rank == 0 else {}
 
@@ -473,15 +518,21 @@ class FSDP2Engine:
         return self._gathered([name for name in self.weights.names if name not in without], dtypes)
 
     def _gathered(self, names: Sequence[str], dtypes: Mapping[str, torch.dtype]) -> Iterator[tuple[str, Tensor]]:
-        wanted = {dtypes.get(name, self.dtype) for name in names}
+        kinds = {name: dtypes.get(name, self._dtype_of(name)) for name in names}
+        wanted = {kinds[name] for name in names if isinstance(self.weights[name], nn.Parameter)}
         most = self.lora is None or names == self.weights.all_names
         if self.sharded and self.keep_gathered and most and wanted == {self.compute_dtype}:
             self.model.unshard()  # one collective, in the compute dtype, instead of one per tensor
         try:
             for name in names:
-                yield name, self.weights.full_tensor(name, dtypes.get(name, self.dtype))
+                yield name, self.weights.full_tensor(name, kinds[name])
         finally:
             self._reshard()
+
+    def _dtype_of(self, name: str) -> torch.dtype:
+        """The type in which a weight is published and exported; buffers, such as routers' biases, keep theirs."""
+        tensor = self.weights[name]
+        return self.dtype if isinstance(tensor, nn.Parameter) else tensor.dtype
 
     def local_weights(self) -> dict[str, Tensor]:
         """See LocalWeights."""
@@ -544,7 +595,8 @@ class FSDP2Engine:
         """See TrainEngine. Rank 0 holds the whole model in host memory during the call."""
         is_writer, names = self.mesh.rank == 0, self.weights.all_names
         named = self._gathered(names, {}) if self.sharded else ((name, self.weights[name].detach()) for name in names)
-        weights = {name: t.to("cpu", self.dtype, copy=self.sharded) for name, t in named if is_writer}
+        kinds = {name: self._dtype_of(name) for name in names}
+        weights = {name: t.to("cpu", kinds[name], copy=self.sharded) for name, t in named if is_writer}
         if is_writer:
             write_model(self.model.hf, weights, self.model_path, Path(folder), self.mtp, self.lora)
         dist.barrier()

@@ -11,6 +11,7 @@ from hpcrl.config import Config, Problem
 from hpcrl.engines.train.fsdp2.gathered import GatheredState, stays_gathered
 from hpcrl.engines.train.fsdp2.spec import BLOCK, MIN_NUMBERS, FSDP2Config, indivisible_heads, is_unsharded, problem
 from hpcrl.engines.train.fsdp2.traffic import is_for_muon, step_traffic
+from hpcrl.engines.train.router_keys import without_routers
 from hpcrl.models.shape import CannotPlanError, ModelShape, Parameter
 from hpcrl.planner.activations import FP32, Tokens
 from hpcrl.planner.adapters import frozen, saved, trained, with_adapters
@@ -191,7 +192,8 @@ class FSDP2Plan:
     """The TrainPlan (hpcrl.planner.trainer) of FSDP2."""
 
     def check(self, config: Config, layout: RoleLayout, shape: ModelShape) -> list[Problem]:
-        return list(_indivisible(config.trainer.section(FSDP2Config), shape))
+        own = config.trainer.section(FSDP2Config)
+        return [*_indivisible(own, shape), *without_routers(own, shape, problem)]
 
     def trainer_parts(self, config: Config, shape: ModelShape, num_ranks: int) -> list[Part]:
         return fsdp2_parts(config, shape, num_ranks)

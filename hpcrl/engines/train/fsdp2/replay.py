@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from torch import Tensor
 
 from hpcrl.engines.expert_routes import choices_of
-from hpcrl.engines.train.fsdp2.routers import Router
+from hpcrl.engines.train.fsdp2.routers import ObservedRouter
 from hpcrl.rollout.batch import Batch
 
 
@@ -20,7 +20,7 @@ class RouterReplay:
         routers: Of all layers with experts, in order.
     """
 
-    def __init__(self, routers: Sequence[Router]):
+    def __init__(self, routers: Sequence[ObservedRouter]):
         self._routers, self._on = routers, True
 
     @contextlib.contextmanager

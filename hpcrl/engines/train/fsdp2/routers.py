@@ -1,8 +1,9 @@
 """Routers of transformers' mixtures of experts: their logits and their choice of experts, observed and replaced.
 
-A router's forward computes logits for all E experts by one linear layer, and chooses by one top-k of scores [T, E]. What
-it does before, between and after (softmax or sigmoid, biases, groups, norms, scales) is the model's own code, which
-calls torch's functions. These calls are intercepted while a router's forward runs, so any such router is supported.
+A router's forward computes logits for all E experts by one linear layer, and chooses by one top-k of scores [T, E].
+What it does before, between and after (softmax or sigmoid, biases, groups, norms, scales) is the model's own code,
+which calls torch's functions. These calls are intercepted while a router's forward runs, so any such router is
+supported.
 """
 
 from __future__ import annotations
@@ -38,14 +39,14 @@ OWN_CLASS = re.compile(r"(Router|Gate|Gating)$")
 """Classes of routers. If a block of experts has none, it chooses itself."""
 
 
-class Found(NamedTuple):
+class FoundRouter(NamedTuple):
     """A router's name in the model, and whether its scores are sigmoids or a softmax (None: neither)."""
 
     name: str
     sigmoid: bool | None
 
 
-class Router:
+class ObservedRouter:
     """Intercepts a router's forward passes.
 
     Attributes:
@@ -96,7 +97,7 @@ class Router:
 class _Interception(TorchFunctionMode):
     """Active during one forward pass of a router."""
 
-    def __init__(self, router: Router):
+    def __init__(self, router: ObservedRouter):
         super().__init__()
         self._router, self._logits_seen = router, False
 
@@ -140,7 +141,7 @@ def named_routers(hf: nn.Module) -> Iterator[tuple[str, int]]:
             yield (f"{name}.{own[0]}" if len(own) == 1 else name), counts[0]
 
 
-def try_routers(engine: Tried, config: PreTrainedConfig) -> list[Found]:
+def try_routers(engine: Tried, config: PreTrainedConfig) -> list[FoundRouter]:
     """The routers of this config's model, by layer, whose logits and choices can be intercepted. A small model tries
     it before weights are read: replaying a router's own choice in another order changes nothing, and other experts are
     used as chosen. ValueError, without the key, if this is not so."""
@@ -152,7 +153,7 @@ def try_routers(engine: Tried, config: PreTrainedConfig) -> list[Found]:
         row = make_rows(model, LENGTHS, PREFIX, engine.device, AFTER)[0][-1]
     except Exception as error:  # an error of a model's own code
         raise ValueError(f"no small model of {kind} can be tried: {one_line(error)}") from error
-    routers = {name: Router(hf.get_submodule(name), count) for name, count in named_routers(hf)}
+    routers = {name: ObservedRouter(hf.get_submodule(name), count) for name, count in named_routers(hf)}
     if not routers:
         raise ValueError(f"{kind} has no router that chooses experts")
     try:
@@ -162,7 +163,7 @@ def try_routers(engine: Tried, config: PreTrainedConfig) -> list[Found]:
 
 
 @torch.no_grad()
-def _try(kind: str, model: PackedCausalLM, row: Tensor, routers: dict[str, Router]) -> list[Found]:
+def _try(kind: str, model: PackedCausalLM, row: Tensor, routers: dict[str, ObservedRouter]) -> list[FoundRouter]:
     own: dict[str, Tensor] = {}
     for name, router in routers.items():
         router.calls, router.see_choice = [], functools.partial(own.__setitem__, name)
@@ -173,7 +174,7 @@ def _try(kind: str, model: PackedCausalLM, row: Tensor, routers: dict[str, Route
         if calls.count("topk") != 1 or calls[:1] != ["linear"]:
             raise ValueError(f"{name} of {kind} does not choose by a single top-k of a linear layer's scores")
         scores = {"softmax", "sigmoid"} & set(calls)
-        found.append(Found(name, None if len(scores) != 1 else scores == {"sigmoid"}))
+        found.append(FoundRouter(name, None if len(scores) != 1 else scores == {"sigmoid"}))
     generator = torch.Generator().manual_seed(0)
     drawn = {
         name: torch.rand(len(row), routers[name].num_experts, generator=generator).topk(experts.shape[1]).indices
@@ -192,7 +193,9 @@ def _try(kind: str, model: PackedCausalLM, row: Tensor, routers: dict[str, Route
     return found
 
 
-def _replayed(model: PackedCausalLM, row: Tensor, routers: dict[str, Router], chosen: dict[str, Tensor]) -> Tensor:
+def _replayed(
+    model: PackedCausalLM, row: Tensor, routers: dict[str, ObservedRouter], chosen: dict[str, Tensor]
+) -> Tensor:
     for name, router in routers.items():
         router.chosen = chosen[name]
     return model.own_logprobs(row)
@@ -201,12 +204,12 @@ def _replayed(model: PackedCausalLM, row: Tensor, routers: dict[str, Router], ch
 class RouterTable(NamedTuple):
     """A model's routers, by layer, and the numbers of their choices."""
 
-    found: list[Found]
+    found: list[FoundRouter]
     shape: RouteShape
 
-    def of(self, hf: nn.Module) -> list[Router]:
+    def of(self, hf: nn.Module) -> list[ObservedRouter]:
         """The routers of `hf`, to be intercepted from now on."""
-        return [Router(hf.get_submodule(router.name), self.shape.num_experts) for router in self.found]
+        return [ObservedRouter(hf.get_submodule(router.name), self.shape.num_experts) for router in self.found]
 
 
 def router_table(engine: Tried, config: PreTrainedConfig) -> RouterTable:

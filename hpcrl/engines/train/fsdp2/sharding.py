@@ -80,8 +80,11 @@ def shard(
 def fill_buffers(model: PackedCausalLM, source: PreTrainedModel | None, device: torch.device) -> None:
     """Broadcast rank 0's buffers to every rank. Collective."""
     buffers = dict(source.named_buffers()) if source is not None else {}
+    kinds = [{name: buffer.dtype for name, buffer in buffers.items()}]  # some stay in float32 when they are read
+    dist.broadcast_object_list(kinds, 0)
     for name, buffer in list(model.named_buffers()):
-        whole = buffers[name.removeprefix("hf.")].to(device) if buffers else torch.empty_like(buffer, device=device)
+        key = name.removeprefix("hf.")
+        whole = buffers[key].to(device) if buffers else torch.empty_like(buffer, dtype=kinds[0][key], device=device)
         dist.broadcast(whole, 0)
         owner, _, key = name.rpartition(".")
         setattr(model.get_submodule(owner), key, whole)

@@ -6,10 +6,11 @@ import functools
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
+from hpcrl.engines.train.router_keys import ROUTER_KEYS, frozen_routers
 from hpcrl.models.rope import LENGTH_DEPENDENT, rope_types
 from hpcrl.models.transformers_models import untrainable
 from hpcrl.spec.division import Division, DivisionError
-from hpcrl.spec.fields import Positive, Section
+from hpcrl.spec.fields import NonNegative, Positive, Section
 from hpcrl.spec.kinds import ADAMW, Spec, TrainEngineSpec
 from hpcrl.spec.media import IMAGE
 from hpcrl.spec.problems import Problem, engine_problem
@@ -39,6 +40,15 @@ class FSDP2Config(Section):
     the tokens over these ranks."""
     context_parallel: Positive = 1
     """Ranks over which the tokens of sequences are split; for attention they exchange tokens for heads."""
+    aux_loss: NonNegative = 0.0
+    """Mixture of experts: coefficient of the load-balancing loss of each sequence and layer, averaged over sequences
+    (arXiv 2101.03961; per sequence: arXiv 2412.19437)."""
+    z_loss: NonNegative = 0.0
+    """Mixture of experts: coefficient of the mean squared log-sum-exp of router logits (arXiv 2202.08906), per sequence
+    and layer, averaged over sequences."""
+    expert_bias_rate: NonNegative = 0.0
+    """Mixture of experts whose routers have a bias per expert (DeepSeek-V3, GLM-4.5): change of a bias in a step,
+    towards an even load (arXiv 2408.15664; .001 in DeepSeek-V3's own training). 0: biases do not change."""
 
     @property
     def ranks_of_a_row(self) -> int:
@@ -121,6 +131,7 @@ def check_attention(config: Any, own: Any, at: tuple[str, str]) -> Iterator[Prob
 def _check(config: Any) -> Iterator[Problem]:
     own = config.trainer.section(FSDP2Config)
     yield from check_attention(config, own, AT)
+    yield from frozen_routers(config, own, problem)
     if config.lora is not None and own.tensor_parallel > 1:
         text = (
             f"{own.tensor_parallel}, but matrices with adapters are not split; use 1, and context_parallel or replicas"
@@ -206,4 +217,5 @@ SPEC = TrainEngineSpec(
     lora=True,
     make_critic="hpcrl.engines.train.fsdp2.critic:make",
     router_replay=True,
+    policy_keys=ROUTER_KEYS,
 )

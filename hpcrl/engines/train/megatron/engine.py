@@ -41,7 +41,7 @@ from hpcrl.engines.train.megatron.optimizer import Optimizer, distribute
 from hpcrl.engines.train.megatron.packing import Packed, pack, padded_lengths
 from hpcrl.engines.train.megatron.replay import ChosenExperts
 from hpcrl.engines.train.megatron.router_bias import RouterBias
-from hpcrl.engines.train.megatron.router_losses import RouterLosses
+from hpcrl.engines.train.megatron.router_losses import MegatronRouterLosses
 from hpcrl.engines.train.megatron.spec import SPEC, MegatronConfig
 from hpcrl.engines.train.megatron.weights import HFWeights
 from hpcrl.engines.train.offloading import HostMemory
@@ -137,7 +137,7 @@ class MegatronEngine:
             self.lora = MegatronAdapters(config.lora, self.model_path, self.weights, chunks, seed)
         self.published = self.weights if self.lora is None else self.lora.weights
         part = parallel_state.get_tensor_model_parallel_rank() if self.own.sequence_parallel else 0
-        self.routing: list[ChosenExperts | RouterLosses | RouterBias] = []
+        self.routing: list[ChosenExperts | MegatronRouterLosses | RouterBias] = []
         self.replay = None
         if replay:
             layers = sorted(self.description.shape.expert_layers)
@@ -145,7 +145,7 @@ class MegatronEngine:
             self.routing.append(self.replay)
         self.router_losses = None
         if trainable and self.description.shape.expert_layers:
-            self.router_losses = RouterLosses(chunks, self.own, self._split()[2], part)
+            self.router_losses = MegatronRouterLosses(chunks, self.own, self._split()[2], part)
             self.routing.append(self.router_losses)
         self.router_bias = None
         if trainable and self.own.expert_bias_rate:

@@ -13,6 +13,7 @@ from itertools import accumulate, pairwise
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.config import Config, Problem
 from hpcrl.engines.train.megatron.spec import COUNTED, MegatronConfig, indivisible, problem
+from hpcrl.engines.train.router_keys import without_routers
 from hpcrl.models.shape import ModelShape
 from hpcrl.planner.memory_parts import samples_of_an_update
 
@@ -121,22 +122,13 @@ def _tensors(megatron: MegatronConfig, shape: ModelShape) -> Iterator[Problem]:
 
 
 def _experts(megatron: MegatronConfig, shape: ModelShape) -> Iterator[Problem]:
+    yield from without_routers(megatron, shape, problem)
     expert, within = megatron.expert_parallel, megatron.expert_tensor_parallel
     if not shape.num_experts:
         for key, value in (("expert_parallel", expert), ("expert_tensor_parallel", within)):
             if value > 1:
                 yield problem(key, f"{value}, but {shape.family} has no experts; use 1")
-        for key in ("aux_loss", "z_loss", "expert_bias_rate"):
-            if value := getattr(megatron, key):
-                yield problem(key, f"{value:g}, but {shape.family} has no experts; use 0")
         return
-    names = [parameter.name for parameter in shape.parameters]
-    if megatron.expert_bias_rate and not any(name.endswith("e_score_correction_bias") for name in names):
-        text = (
-            f"{megatron.expert_bias_rate:g}, but the routers of {shape.family} have no bias, so generators and an "
-            "exported model would choose other experts; use 0"
-        )
-        yield problem("expert_bias_rate", text)
     if shape.num_experts % expert:
         yield problem("expert_parallel", f"{expert} does not divide the {shape.num_experts} experts of a layer")
     if shape.expert_size % within:

@@ -1,4 +1,4 @@
-"""The routers' bias per expert, which balances the experts' load without a loss (arXiv 2408.15664)."""
+"""The biases of Megatron's routers (hpcrl.engines.train.router_bias)."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from megatron.core.transformer.moe.moe_utils import get_updated_expert_bias
+from megatron.core import parallel_state
 from torch import Tensor
 
 from hpcrl.engines.train.megatron.packing import Packed
 from hpcrl.engines.train.megatron.replay import OfMicroBatch, routers_of
+from hpcrl.engines.train.router_bias import moved_biases
 from hpcrl.rollout.batch import Batch, Norms
 
 
 class RouterBias:
-    """The biases of all routers of a rank. After an optimizer step, an expert's bias grows by `rate` if it got fewer of
-    the mini-batch's tokens than the average, and shrinks by `rate` if it got more.
+    """The biases of all routers of a rank, which move after an optimizer step.
 
     Megatron also counts padding, so biases would depend on how a batch is split. Padding is not counted here.
 
@@ -58,7 +58,8 @@ class RouterBias:
         if not self._routers:
             return
         biases = torch.stack([router.expert_bias for router in self._routers])
-        moved = get_updated_expert_bias(torch.stack(self._counts), biases, self._rate)
+        group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+        moved = moved_biases(biases, torch.stack(self._counts), self._rate, group)
         for router, bias in zip(self._routers, moved, strict=True):
             if router.weight.requires_grad:  # not frozen
                 router.expert_bias.copy_(bias)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 from hpcrl.engines.train.megatron.unsupported import lacking
+from hpcrl.engines.train.router_keys import ROUTER_KEYS, frozen_routers
 from hpcrl.spec.division import Division, DivisionError
 from hpcrl.spec.fields import NonNegative, Positive, Section
 from hpcrl.spec.kinds import TrainEngineSpec
@@ -16,7 +17,6 @@ AT = ("trainer", "megatron")
 problem = functools.partial(engine_problem, AT)
 
 ENDS = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
-ROUTER_KEYS = ("aux_loss", "z_loss", "expert_bias_rate")
 COUNTED = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
 
 
@@ -122,10 +122,7 @@ def _check(config: Any) -> Iterator[Problem]:
     if own.overlap_parameters and not (own.overlap_gradients and own.distributed_optimizer):
         text = "true needs overlap_gradients=true and distributed_optimizer=true"
         yield problem("overlap_parameters", text, "overlap_gradients", "distributed_optimizer")
-    for key in ROUTER_KEYS if "router" in config.trainer.freeze or config.lora is not None else ():
-        if getattr(own, key):
-            text = "trainer.freeze has router" if config.lora is None else "trainer.lora freezes them"
-            yield problem(key, f"{getattr(own, key):g} trains routers, and {text}; use 0", "freeze")
+    yield from frozen_routers(config, own, problem)
     yield from _of_adapters(config)
     for key, count in own.layers_of_ends.items():
         if own.pipeline_parallel == 1:
@@ -175,9 +172,8 @@ SPEC = TrainEngineSpec(
     lora=True,
     freezes=True,
     router_replay=True,
-    resume_keys=tuple(
-        key for key in MegatronConfig.model_fields if key not in ("aux_loss", "z_loss", "expert_bias_rate")
-    ),
+    policy_keys=ROUTER_KEYS,
+    resume_keys=tuple(key for key in MegatronConfig.model_fields if key not in ROUTER_KEYS),
     segments=True,
     computes=frozenset({"entropy"}),
     make_critic="hpcrl.engines.train.megatron.critic:make",
