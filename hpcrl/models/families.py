@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcrl.models import (
+    alibi,
     bert,
     deepseek_v2,
     deepseek_v3,
@@ -42,6 +43,7 @@ from hpcrl.models import (
     qwen3_5,
     qwen3_moe,
     qwen3_vl,
+    row_attention,
     rwkv,
     seed_oss,
     xlstm,
@@ -62,7 +64,8 @@ LISTED = (
     *(qwen2_vl.FAMILY, qwen3_5.FAMILY, glm4v.FAMILY, internvl.FAMILY, gemma3.FAMILY, gemma4.FAMILY),
     *(idefics3.FAMILY, llava_onevision.FAMILY, deepseek_v2.FAMILY, glm4_moe.FAMILY, gpt_oss.FAMILY),
     *(olmo.OLMO2, olmo.OLMO3, seed_oss.FAMILY, ernie4_5.FAMILY, hunyuan.FAMILY),
-    *(kimi_linear.FAMILY, minimax.FAMILY, rwkv.FAMILY, xlstm.FAMILY),
+    *(kimi_linear.FAMILY, minimax.FAMILY, row_attention.FAMILY, rwkv.FAMILY, xlstm.FAMILY),
+    *(alibi.FAMILY, alibi.DOGE, alibi.GPT),
 )
 FAMILIES: dict[str, Family] = {model_type: family for family in LISTED for model_type in family.model_types}
 UNKNOWN = Family(model_types=())

@@ -104,7 +104,7 @@ class TensorParallel:
     def _why_whole(self, hf: PreTrainedModel) -> str:
         """Why no matrix is split."""
         inside = {module for mixer in mixers_of(hf).values() for module in mixer.modules()}
-        if inside and all(module in inside for module in decoder_of(hf).modules() if type(module) is nn.Linear):
+        if inside and all(module in inside for module in decoder_of(hf).modules() if isinstance(module, nn.Linear)):
             return "all of its matrices are in recurrent mixers, which stay whole; use context_parallel"
         return "transformers has no plan for it, and its matrices have other names than usual"
 
