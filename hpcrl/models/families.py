@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcrl.models import (
+    alibi,
     bert,
     deepseek_v2,
     deepseek_v3,
@@ -24,6 +25,7 @@ from hpcrl.models import (
     hyperclovax,
     idefics3,
     internvl,
+    kimi_linear,
     llama,
     llama4,
     llava_onevision,
@@ -42,6 +44,7 @@ from hpcrl.models import (
     qwen3_moe,
     qwen3_next,
     qwen3_vl,
+    row_attention,
     rwkv,
     seed_oss,
     xlstm,
@@ -71,7 +74,8 @@ LISTED = (
     ),
     *(idefics3.FAMILY, llava_onevision.FAMILY, deepseek_v2.FAMILY, glm4_moe.FAMILY, gpt_oss.FAMILY),
     *(olmo.OLMO2, olmo.OLMO3, seed_oss.FAMILY, ernie4_5.FAMILY, hunyuan.FAMILY),
-    *(minimax.FAMILY, rwkv.FAMILY, xlstm.FAMILY),
+    *(kimi_linear.FAMILY, minimax.FAMILY, row_attention.FAMILY, rwkv.FAMILY, xlstm.FAMILY),
+    *(alibi.FAMILY, alibi.DOGE, alibi.GPT),
 )
 FAMILIES: dict[str, Family] = {model_type: family for family in LISTED for model_type in family.model_types}
 UNKNOWN = Family(model_types=())

@@ -91,6 +91,11 @@ class Family:
     mixers: tuple[str, ...] = ()
     """Class names in transformers of modules that mix tokens with neither attention nor a convolution
     (hpcrl.engines.train.fsdp2.row_mixers)."""
+    unpackable: str = ""
+    """Why sequences of its models are not packed. If empty, the engine tries a small model."""
+    row_attention: tuple[str, ...] = ()
+    """Class names in transformers of attention that uses no attention interface and takes a causal mask
+    (hpcrl.engines.train.fsdp2.row_attention)."""
     peft_refuses: frozenset[str] = frozenset()
     """Last parts of layer names for which peft (0.21) refuses adapters."""
     small_sizes: Mapping[str, Any] = field(default_factory=dict)

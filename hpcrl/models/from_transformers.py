@@ -164,6 +164,7 @@ def _read(model: Any, source: ModelSource) -> ModelShape:
         shared_size=max((p.shape[-1] for p in parameters if SHARED.search(p.name)), default=0),
         caches=tuple(_cache(layer, kv_heads) for layer in layers),
         linear=frozenset(f"{name}.weight" for name, module in model.named_modules() if _is_linear(module)),
+        attends=_value(text, "num_attention_heads") is not None,
         source=source,
     )
 

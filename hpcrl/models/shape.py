@@ -216,6 +216,8 @@ class ModelShape:
     """Of each layer; empty if all layers have keys and values of key_size, or the latents of `latent`."""
     linear: frozenset[str] | None = None
     """Names of all linear layers' matrices; None if they are those with a split in `parameters`."""
+    attends: bool = True
+    """Whether config.json has a number of attention heads; models without it are recurrent."""
     source: ModelSource | None = None
     """From what transformers built the model (hpcrl.models.from_transformers); None if the family's file lists it."""
 

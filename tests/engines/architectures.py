@@ -14,11 +14,14 @@ FEW: dict[str, int] = {"first_k_dense_replace": 1, "num_kv_shared_layers": 0, "m
 HEAD: dict[str, Any] = {"head_dim": 16}
 WINDOWS = ["sliding_attention", "full_attention"] * 16
 OF_FAMILY: dict[str, dict[str, Any]] = {
+    "bamba": {"attn_layer_indices": [1]},
     "bert": {"is_decoder": True},
     "codegen": {"n_ctx": 2048},
     "deepseek_v2": {"num_experts_per_tok": 2, "n_routed_experts": 8, "topk_method": "greedy", "n_group": 1},
     "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "falcon_h1": {"lm_head_multiplier": 0.5},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 16},
+    "granitemoeshared": {"shared_intermediate_size": 64},
     "hunyuan_v1_dense": HEAD,
     "hunyuan_v1_moe": HEAD | {"num_experts": 4, "moe_topk": 2},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2},

@@ -19,12 +19,14 @@ from hpcrl.engines.expert_routes import RouteShape
 from hpcrl.engines.train.fsdp2 import engine as fsdp2
 from hpcrl.engines.train.fsdp2.engine import FSDP2Engine
 from hpcrl.engines.train.fsdp2.exchange import Axis
+from hpcrl.engines.train.fsdp2.row_mixers import mixers_of
 from hpcrl.engines.train.fsdp2.spec import FSDP2Config, divide, indivisible_heads
 from hpcrl.engines.train.fsdp2.tensor_parallel import TensorParallel
 from hpcrl.engines.train.fsdp2.weights import local
 from hpcrl.rollout.batch import Batch
 from hpcrl.spec.trajectory import FIELDS, declare
 from tests.contracts.train.fsdp2 import gradients
+from tests.engines.architectures import tiny_config
 from tests.engines.worlds import Weighted, make_batch, make_model_folder, norms_of, run_ranks, worst_difference
 
 pytestmark = pytest.mark.numerics
@@ -105,9 +107,24 @@ def test_matrices_are_split_by_transformers_tensor_parallel_plan(family: str) ->
 
 
 @pytest.mark.parametrize(
+    "family",
+    ["nemotron_h", "falcon_h1", "granitemoehybrid", "lfm2", "lfm2_moe", "bamba", "jamba", "olmo_hybrid", "kimi_linear"],
+)
+def test_of_a_hybrid_all_matrices_outside_its_recurrent_mixers_are_split(family: str) -> None:
+    with torch.device("meta"):
+        hf = AutoModelForCausalLM.from_config(tiny_config(family))
+    mixers = tuple(f"{name}." for name in mixers_of(hf))
+    split = TensorParallel(hf, Axis(size=2)).dims
+    layers = {n for n, p in hf.named_parameters() if p.ndim >= 2 and ".layers." in n and not n.startswith(mixers)}
+    routers = (".gate.weight", ".router.weight", ".kv_a_proj_with_mqa.weight")
+    assert mixers and not any(name.startswith(mixers) for name in split)
+    assert all(name.endswith(routers) for name in layers - split.keys()) and layers & split.keys()
+
+
+@pytest.mark.parametrize(
     ("family", "size", "message"),
     [
-        ("gpt2", 2, "gpt2 cannot be split: transformers has no plan for it"),
+        ("gpt2", 2, "gpt2 cannot be split: transformers has no plan for it, and its matrices have other names"),
         ("phi3", 3, "self_attn.o_proj.weight is [32, 32], and 3 does not divide 32"),
         ("llama", 5, "self_attn.q_proj.weight is [32, 32], and 5 does not divide 32"),
         ("qwen3_moe", 3, "and 3 does not divide"),

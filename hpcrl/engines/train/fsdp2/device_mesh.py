@@ -116,14 +116,9 @@ def _axis(groups: list[list[int]]) -> Axis:
 
 
 def check_heads(own: FSDP2Config, config: Any) -> None:
-    """ValueError if a transformers config's heads cannot be split."""
-    if own.ranks_of_a_row == 1:
-        return
+    """ValueError if a transformers config's heads cannot be split. Recurrent models may have none."""
     heads = getattr(config, "num_attention_heads", None)
-    if heads is None:
-        raise ValueError(
-            f"trainer.fsdp2: tensor_parallel={own.tensor_parallel} context_parallel={own.context_parallel} divide "
-            f"attention heads, and config.json of {config.model_type} has no num_attention_heads; set both to 1"
-        )
+    if own.ranks_of_a_row == 1 or heads is None:
+        return
     for problem in indivisible_heads(own, heads, getattr(config, "num_key_value_heads", None) or heads):
         raise ValueError(problem.text)

@@ -180,8 +180,13 @@ def of_other_ranks(own: FSDP2Config, shape: ModelShape, tokens: Tokens, num_byte
 
 def _indivisible(own: FSDP2Config, shape: ModelShape) -> Iterator[Problem]:
     """Why the model cannot be split."""
-    yield from indivisible_heads(own, shape.num_heads, shape.num_kv_heads)
     tensor = own.tensor_parallel
+    if shape.attends:
+        yield from indivisible_heads(own, shape.num_heads, shape.num_kv_heads)
+    elif tensor > 1:
+        text = f"{tensor}, but the layers of {shape.family} are recurrent and stay whole; use context_parallel"
+        yield problem("tensor_parallel", text, "context_parallel")
+        return
     if len(shape.expert_layers) < shape.num_layers and shape.intermediate_size % tensor:
         yield problem("tensor_parallel", f"{tensor} does not divide intermediate_size, {shape.intermediate_size}")
     if shape.num_experts % tensor:
@@ -219,7 +224,8 @@ class FSDP2Plan:
 
     def step_traffic(self, config: Config, shape: ModelShape, num_ranks: int, work: StepWork) -> list[Sent]:
         own, compute = config.trainer.section(FSDP2Config), BYTES[config.trainer.param_dtype]
-        if shape.latent is not None and own.ranks_of_a_row > 1:
+        is_usual = shape.attends and shape.latent is None and not any(cache.convolved for cache in shape.caches)
+        if own.ranks_of_a_row > 1 and not is_usual:
             raise CannotPlanError(f"what ranks that share tokens exchange is not known for {shape.family}")
         part = shape_of_rank(own, shape)
         whole, learnt = with_adapters(config, part), trained(config, part)

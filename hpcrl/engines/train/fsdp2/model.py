@@ -25,15 +25,16 @@ from hpcrl.engines.train.fsdp2.exchange import assemble
 from hpcrl.engines.train.fsdp2.images import ImageInputs
 from hpcrl.engines.train.fsdp2.logits import Head, token_logprobs
 from hpcrl.engines.train.fsdp2.lora import Adapters
-from hpcrl.engines.train.fsdp2.model_kind import CAUSAL, Kind, body_of
+from hpcrl.engines.train.fsdp2.model_kind import CAUSAL, Kind, body_of, decoder_of
 from hpcrl.engines.train.fsdp2.packed_attention import (
     PACKED_ATTENTION,
+    AttentionLayout,
     PackedLayout,
     PositionsAsCache,
     sequences_are_known,
     visible_keys,
 )
-from hpcrl.engines.train.fsdp2.row_attention import chooses_keys, use_own_attention
+from hpcrl.engines.train.fsdp2.row_attention import is_row_attention, use_own_attention
 from hpcrl.engines.train.fsdp2.row_mixers import RowMixers, mixers_of
 from hpcrl.engines.train.fsdp2.spec import unpackable
 from hpcrl.engines.train.fsdp2.tensor_parallel import TensorParallel
@@ -73,16 +74,21 @@ class PackedCausalLM(nn.Module):
         text = hf.config.get_text_config()
         self.head = Head.from_config(text)
         self.chunk_tokens = chunk_tokens
-        self.reads_positions_from_cache = family_of(text.model_type).reads_positions_from_cache
-        self.row_mixers = RowMixers(mixers_of(hf))
+        self.family = family_of(text.model_type)
+        self.row_mixers = RowMixers(mixers_of(hf), self.family)
+        self.attention_layout = AttentionLayout()
+        for module in decoder_of(hf).modules():
+            if hasattr(module, "layer_idx"):
+                setattr(module, AttentionLayout.name, self.attention_layout)
         dynamic = "dynamic" in rope_types(hf.config.to_dict())
         self._dynamic_rotary = [m for m in hf.modules() if dynamic and hasattr(m, "max_seq_len_cached")]
         # SDPA has no soft-capping, and transformers' SDPA attention would silently omit it.
         self.own_attention = (
             "eager" if getattr(text, "attn_logit_softcapping", None) else hf.config._attn_implementation
         )
-        for module in filter(chooses_keys, self.row_mixers.modules.values()):
-            use_own_attention(module, self.own_attention)
+        for module in self.row_mixers.modules.values():
+            if is_row_attention(module, self.family):
+                use_own_attention(module, self.own_attention)
 
     def in_float32(self) -> Iterator[nn.Module]:
         """Yield the modules that always compute in float32."""
@@ -93,6 +99,8 @@ class PackedCausalLM(nn.Module):
         own, text = self.own_attention, PACKED_ATTENTION if packing else self.own_attention
         parts: dict[str, Any] = {} if self.hf.config.get_text_config() is self.hf.config else self.hf.config.sub_configs
         self.hf.set_attn_implementation({**dict.fromkeys(parts, own), "text_config": text} if parts else text)
+        if self.family.row_attention:  # transformers sets it only for models with its attention interface
+            self.hf.config._attn_implementation = text
         if self.tensor_parallel_plan is not None:
             self.tensor_parallel_plan.tokens_split = packing
 
@@ -102,11 +110,13 @@ class PackedCausalLM(nn.Module):
 
     def packing_obstacle(self) -> str:
         """Why the model's code or config rules out packing; empty if the probe must decide."""
+        if why := unpackable(self.hf.config.to_dict()):
+            return why
         parameters = inspect.signature(body_of(self.hf).forward).parameters
         takes_layout = "position_ids" in parameters and any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         if not takes_layout and not self.row_mixers.modules:
             return "its forward takes no position_ids or no layout of the sequences"
-        return unpackable(self.hf.config.to_dict())
+        return ""
 
     def checkpoint_activations(self, engine: str) -> None:
         """Keep only the layers' inputs and recompute activations in the backward pass. ValueError for a model without
@@ -185,7 +195,7 @@ class PackedCausalLM(nn.Module):
             mine, before = layout.own(before)
             packed = {"packed_layout": layout}
             positions = positions[layout.rotated]
-            if self.reads_positions_from_cache:
+            if self.family.reads_positions_from_cache:
                 packed["past_key_values"] = PositionsAsCache(positions)
         if layout is not None or positions.dim() > 1:
             packed["position_ids"] = positions[None] if positions.dim() == 1 else positions.t()[:, None]
@@ -241,6 +251,7 @@ class PackedCausalLM(nn.Module):
         """Prepare a forward pass. Dynamic NTK's state is reset, because transformers uses the maximum length of all
         earlier forward passes."""
         self.row_mixers.set_layout(layout)
+        self.attention_layout.current = layout
         for module in self._dynamic_rotary:
             for name in [name for name in vars(module) if name.endswith("max_seq_len_cached")]:
                 setattr(module, name, module.original_max_seq_len)

@@ -305,6 +305,16 @@ class PackedLayout:
         return self._spans[own_queries]
 
 
+class AttentionLayout:
+    """The layout of the current forward pass and its recomputation, as an attribute `name` of attention modules. Some
+    layers (Nemotron, StableLM) do not pass the argument `packed_layout` on to their attention."""
+
+    name = "hpcrl_attention_layout"
+
+    def __init__(self) -> None:
+        self.current: PackedLayout | None = None
+
+
 class _Pad(torch.autograd.Function):
     """Packed [K, H, D] -> padded slots. A token's gradient is the sum over the slots that show it. Padding has no
     gradient, because no real query attends to padded keys and padded queries are dropped."""
@@ -362,10 +372,10 @@ def packed_attention(
     packed_layout: PackedLayout | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention interface: q [1, H, T, D], k and v [1, KV, T, D] -> ([1, T, H, D], None). A model that
-    does not pass `packed_layout` on attends over the whole row, which the probe at load detects. `s_aux`, [H], are
-    attention sinks."""
-    layout = packed_layout or PackedLayout([query.shape[2]], query.device)
+    """transformers' attention interface: q [1, H, T, D], k and v [1, KV, T, D] -> ([1, T, H, D], None). Without a
+    layout, it attends over the whole row. `s_aux`, [H], are attention sinks."""
+    of_module = getattr(module, AttentionLayout.name, None)
+    layout = packed_layout or (of_module and of_module.current) or PackedLayout([query.shape[2]], query.device)
     window, sinks = sliding_window, s_aux
     if isinstance(attention_mask, Tensor):
         raise NotImplementedError("a layer makes its own mask")

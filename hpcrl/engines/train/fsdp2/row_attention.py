@@ -1,8 +1,9 @@
-"""Attention modules that choose keys themselves, over packed sequences: sparse attention with an indexer
-(arXiv 2512.02556), and compressed keys.
+"""Attention modules over packed sequences that packed attention cannot replace: those that choose keys themselves, by
+an indexer (arXiv 2512.02556) or by compressed keys, so their mask depends on values, and those that do not use
+transformers' attention interface (GPT-J, Falcon).
 
-Their choice is a mask over all keys, which packed attention cannot read. So they run row by row, as recurrent mixers do
-(hpcrl.engines.train.fsdp2.row_mixers), with transformers' own attention and a causal mask for each block of rows.
+They run row by row, as recurrent mixers do (hpcrl.engines.train.fsdp2.row_mixers), with transformers' own attention and
+a causal mask for each block of rows.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from hpcrl.engines.train.fsdp2.packed_attention import Reach
+from hpcrl.models.family import Family
 
 PARTS = ("indexer", "compressor")
 """Attributes of attention modules that choose keys; None in layers that do not."""
@@ -27,6 +29,11 @@ def chooses_keys(module: nn.Module) -> bool:
     if "attention_mask" not in given or not hasattr(module, "layer_idx"):
         return False
     return CHOSEN in given or any(getattr(module, name, None) is not None for name in PARTS)
+
+
+def is_row_attention(module: nn.Module, family: Family) -> bool:
+    """Whether this module computes attention row by row, with a causal mask."""
+    return type(module).__name__ in family.row_attention or chooses_keys(module)
 
 
 def use_own_attention(module: nn.Module, attention: str) -> None:

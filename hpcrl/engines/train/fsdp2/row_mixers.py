@@ -26,21 +26,23 @@ from hpcrl.engines.train.fsdp2.exchange import gather_tokens, sum_tokens
 from hpcrl.engines.train.fsdp2.model_kind import decoder_of
 from hpcrl.engines.train.fsdp2.packed_attention import PackedLayout, Padded, pad, unpad
 from hpcrl.engines.train.fsdp2.prefix_tree import Shared
-from hpcrl.engines.train.fsdp2.row_attention import causal_mask, chooses_keys
-from hpcrl.models.families import family_of
+from hpcrl.engines.train.fsdp2.row_attention import causal_mask, is_row_attention
+from hpcrl.models.families import UNKNOWN, family_of
+from hpcrl.models.family import Family
 from hpcrl.rollout.device_copies import to_device
 
 
 def mixers_of(hf: PreTrainedModel) -> dict[str, nn.Module]:
     """The decoder's modules that mix tokens without packed attention, by name: modules that have a convolution over
-    tokens, attention that chooses keys, and those listed by the model's family."""
-    listed = family_of(hf.config.get_text_config().model_type).mixers
+    tokens, attention that runs row by row, and those listed by the model's family."""
+    family = family_of(hf.config.get_text_config().model_type)
     in_decoder = set(decoder_of(hf).modules())
     found: dict[str, nn.Module] = {}
     for name, module in hf.named_modules():
         inner = module not in in_decoder or any(name.startswith(f"{outer}.") for outer in found)
         has_convolution = any(isinstance(child, nn.Conv1d) for child in module.children())
-        if not inner and (type(module).__name__ in listed or has_convolution or chooses_keys(module)):
+        is_listed = type(module).__name__ in family.mixers
+        if not inner and (is_listed or has_convolution or is_row_attention(module, family)):
             found[name] = module
     return found
 
@@ -55,14 +57,14 @@ class RowMixers:
             calls depends on the rank's rows.
     """
 
-    def __init__(self, modules: Mapping[str, nn.Module]):
+    def __init__(self, modules: Mapping[str, nn.Module], family: Family = UNKNOWN):
         self.modules = modules
         self.rows: _Rows | None = None
         self.in_one_block = False
         for module in modules.values():
             forward = module.forward
             own = forward.own if isinstance(forward, _Mixer) else forward  # of a copied model
-            module.forward = _Mixer(own, self, chooses_keys(module))  # type: ignore[method-assign]
+            module.forward = _Mixer(own, self, is_row_attention(module, family))  # type: ignore[method-assign]
 
     def set_layout(self, layout: PackedLayout | None) -> None:
         """The sequences of the next forward pass and its recomputation; None for one sequence."""
@@ -163,10 +165,12 @@ class _Rows:
         return [part.unflatten(0, block) for part, block in zip(parts, self.blocks, strict=True)]
 
     def collect(self, outputs: Sequence[Any]) -> Any:
-        """Packed tokens [1, n, ...] from tensors [rows, length, ...] of each block, or a tuple of such tensors. What
-        else a mixer returns is a state, and None here."""
+        """Packed tokens [1, n, ...] from tensors [rows, length, ...] of each block, or a tuple of such tensors. A
+        parameter is returned as it is. What else a mixer returns is a state, and None here."""
         if isinstance(outputs[0], tuple):
             return tuple(self.collect(each) for each in zip(*outputs, strict=True))
+        if isinstance(outputs[0], nn.Parameter):
+            return outputs[0]
         of_tokens = zip(outputs, self.blocks, strict=True)
         if not all(isinstance(output, Tensor) and output.shape[:2] == block for output, block in of_tokens):
             return None

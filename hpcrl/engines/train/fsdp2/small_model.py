@@ -20,8 +20,8 @@ from hpcrl.models.families import family_of
 
 REACH = 8
 """Number of tokens in an attention window, chunk or block, and of tokens that an indexer selects."""
-HEAD_DIM, ROTARY_DIM, RANK, VOCABULARY, EXPERTS, CHOSEN, STATE = 16, 8, 16, 128, 16, 4, 8
-MAX_PARAMETERS = 50_000_000
+HEAD_DIM, ROTARY_DIM, RANK, VOCABULARY, EXPERTS, CHOSEN, STATE, INNER_SIZE = 16, 8, 16, 128, 16, 4, 8, 64
+MAX_PARAMETERS = 200_000_000
 """Maximum number of the small model's parameters, which a config with unknown names for sizes may exceed."""
 
 HEADS = re.compile(r"(num_|n_|^)((decoder_|encoder_)?attention_heads?|heads?|head)$|swa_num_attention_heads$")
@@ -41,14 +41,17 @@ WIDTHS = {  # pattern of a key -> maximum of its value; the first matching patte
     r"index_n_heads$": 16,  # scores are sums of values clipped at zero; with few heads, many scores would be zero
     r"hidden_size_per_layer_input$|ple_embed_dim$": HEAD_DIM,
 }
-INNER = re.compile(r"intermediate_size|ffn|^d_?ff$|^dim_ff$|^d_inner$|feed_forward_size$|mamba_d_ssm$")
+INNER = re.compile(r"intermediate_size|ffn|^d_?ff$|^dim_ff$|feed_forward_size$")
+RECURRENT = re.compile(r"^d_inner$|mamba_d_ssm$")  # twice the hidden size, as the code demands
 TOKEN = re.compile(r"(_token_id|_index|_token_ids)$")
 KEPT = ("max_window_layers", "layer_types", "max_position_embeddings", "topk_group")
 
 
 def small_config(config: PreTrainedConfig, ranks: tuple[int, int] = (1, 1)) -> PreTrainedConfig:
     """A small config of the same architecture. `ranks` are the numbers of tensor- and context-parallel ranks, which can
-    split its heads as they split the full config's."""
+    split its heads, if it has any, as they split the full config's."""
+    if getattr(config.get_text_config(), "num_attention_heads", None) is None:
+        ranks = (1, 1)
     return type(config).from_dict(_small(config.to_dict(), *ranks))
 
 
@@ -96,7 +99,9 @@ def _size(name: str, value: int, heads: int, keys: int, hidden: int) -> int:
         return keys
     if name in HIDDEN:
         return hidden
-    return 2 * hidden if INNER.search(name) and value > 0 else value
+    if value <= 0:
+        return value
+    return 2 * hidden if RECURRENT.search(name) else min(2 * hidden, INNER_SIZE) if INNER.search(name) else value
 
 
 def _small_rope(rope: Mapping[str, Any], full: Mapping[str, Any]) -> dict[str, Any]:

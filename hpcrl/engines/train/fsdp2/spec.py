@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from hpcrl.engines.train.router_keys import ROUTER_KEYS, frozen_routers
+from hpcrl.models.alibi import ALIBI
+from hpcrl.models.families import family_of
 from hpcrl.models.rope import LENGTH_DEPENDENT, rope_types
 from hpcrl.models.transformers_models import untrainable
 from hpcrl.spec.division import Division, DivisionError
@@ -101,6 +103,8 @@ def unpackable(model: Mapping[str, Any]) -> str:
     sequence packed with a long one would be rotated like the long one, and the probe's sequences are too short to
     detect this.
     """
+    if why := family_of(model.get("model_type")).unpackable or (ALIBI if model.get("alibi") else ""):
+        return why
     rope = rope_types(model).intersection(LENGTH_DEPENDENT)
     return f"rope_type={min(rope)} rotates by the length of the longest sequence in a forward" if rope else ""
 

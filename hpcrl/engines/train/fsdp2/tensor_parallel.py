@@ -40,13 +40,26 @@ STYLES = {
 """transformers' styles, and what is done. transformers gathers the results of some matrices, where it splits neither
 norms over all heads nor the parts of fused matrices."""
 WHOLE = {"replicated_with_grad_allreduce", "embedding_rowwise", "mla_kv_a_proj", "all_reduce"}
+ATTENTION = ("self_attn", "mixer")
+FEED_FORWARD = ("mlp", "feed_forward", "mixer", "shared_expert", "shared_experts", "shared_mlp")
+MIXTURES = ("mlp", "feed_forward", "mixer", "block_sparse_moe")
+"""Names of modules that have attention's matrices, feed-forward matrices, or experts. Nemotron-H calls all of them, and
+recurrent mixers, `mixer`."""
+FUSED = ("gate_up_proj", "input_linear")
+"""Names of matrices that have a gate's rows and then as many others."""
 USUAL: dict[str, str] = {
-    **{f"self_attn.{name}_proj": "colwise" for name in ("q", "k", "v", "qkv", "q_b", "kv_b", "gate", "g")},
-    **{"self_attn.sinks": "colwise", "self_attn.o_proj": "rowwise", "self_attn.out_proj": "rowwise"},
-    **{f"mlp.{name}_proj": "colwise" for name in ("gate", "up", "gate_up")},
-    **{"mlp.down_proj": "rowwise", "mlp.experts": EXPERTS},
+    **{
+        f"{at}.{name}_proj": "colwise"
+        for at in ATTENTION
+        for name in ("q", "k", "v", "qkv", "q_b", "kv_b", "gate", "g")
+    },
+    **{f"{at}.{name}": "rowwise" for at in ATTENTION for name in ("o_proj", "out_proj")},
+    **{f"{at}.{name}": "colwise" for at in FEED_FORWARD for name in ("gate_proj", "up_proj", "w1", "w3", *FUSED)},
+    **{f"{at}.{name}": "rowwise" for at in FEED_FORWARD for name in ("down_proj", "w2", "output_linear")},
+    **{f"{at}.experts": EXPERTS for at in MIXTURES},
+    "self_attn.sinks": "colwise",
 }
-"""For matrices with these names that transformers' plan for a family lacks."""
+"""For matrices with these names, after that of their module, which transformers' plan for a family lacks."""
 HEADS = ("num_heads", "num_attention_heads", "num_key_value_heads", "num_kv_heads")
 """A module's or its config's numbers of heads, of which a rank has a part."""
 
@@ -77,7 +90,7 @@ class TensorParallel:
             else:  # a number for each head
                 self._shrink(owner, modules[owner], own, 0)
         if not self.dims:
-            raise self._refusal("transformers has no plan for it")
+            raise self._refusal(self._why_whole(hf))
         if alone := owners["colwise"] ^ owners["rowwise"]:
             raise self._refusal(f"the matrices of {min(alone)} are not split in pairs by transformers' plan")
         for name in owners["colwise"]:
@@ -88,6 +101,13 @@ class TensorParallel:
     def _refusal(self, why: str) -> ValueError:
         return ValueError(f"trainer.fsdp2.tensor_parallel={self.axis.size}: {self._kind} cannot be split: {why}")
 
+    def _why_whole(self, hf: PreTrainedModel) -> str:
+        """Why no matrix is split."""
+        inside = {module for mixer in mixers_of(hf).values() for module in mixer.modules()}
+        if inside and all(module in inside for module in decoder_of(hf).modules() if isinstance(module, nn.Linear)):
+            return "all of its matrices are in recurrent mixers, which stay whole; use context_parallel"
+        return "transformers has no plan for it, and its matrices have other names than usual"
+
     def _styles(self, hf: PreTrainedModel) -> Iterator[tuple[str, str]]:
         """(name, what to do) of the decoder's modules and vectors to change."""
         plan, decoder = hf.tp_plan, decoder_of(hf)
@@ -97,7 +117,8 @@ class TensorParallel:
         inside = [f"{name}." for name in mixers_of(hf)]  # modules that are not split in themselves
         for name in names + vectors:
             key = re.sub(r"\.\d+(?=\.|$)", ".*", name)
-            style = plan.get(key) or USUAL.get(key.removeprefix(f"{prefix}layers.*."))
+            in_layer = key.startswith(f"{prefix}layers.*.")
+            style = plan.get(key) or (USUAL.get(".".join(key.split(".")[-2:])) if in_layer else None)
             if style is None or style in WHOLE or name.startswith(tuple(inside)):
                 continue
             if style not in STYLES:
@@ -130,7 +151,7 @@ class TensorParallel:
 
     def _parts(self, name: str, module: nn.Linear, owner: Any) -> list[int]:
         """Rows of each of the matrices that transformers fuses into this one."""
-        if name.endswith(".gate_up_proj"):
+        if name.endswith(tuple(f".{fused}" for fused in FUSED)):
             return [module.out_features // 2] * 2
         if not name.endswith(".qkv_proj"):
             return [module.out_features]
