@@ -38,8 +38,8 @@ LOCAL: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2, "inte
 DELTA: dict[str, Any] = {
     "linear_num_value_heads": 4,
     "linear_num_key_heads": 2,
-    "linear_key_head_dim": 32,
-    "linear_value_head_dim": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
     "layer_types": ["linear_attention", "full_attention"],
 }
 MAMBA: dict[str, Any] = {
