@@ -160,7 +160,7 @@ LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
 """vLLM's kernel has blocks of another size."""
 LOADED = ("minimax_m2", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 """vLLM's CPU build computes these not at all, or only in bfloat16."""
-ROUNDED = ("qwen3_5_text",)
+ROUNDED = LOADED[1:]
 """vLLM's gated delta rule on a CPU computes in bfloat16."""
 REFUSED = {
     "nemotron_h experts": "is_act_and_mul=False is supported only for CUDA",
