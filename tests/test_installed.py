@@ -95,6 +95,15 @@ def test_models_unknown_to_vllm_are_refused(
     assert found == ([lacks + way_out] if refused else [])
 
 
+def test_models_that_vllm_would_tie_are_refused() -> None:
+    config = parse({"generator": {"engine": "vllm"}})
+    for tied, refused in ((True, 0), (False, 1)):
+        model = {"model_type": "lfm2", "tie_word_embeddings": tied}
+        found = [problem.text for problem in check_family(config, "lfm2", ("model", "path"), model)]
+        assert len(found) == refused
+    assert "lacks tie_word_embeddings=false of model_type=lfm2, whose head is always the embedding there" in found[0]
+
+
 @needs_vllm
 @pytest.mark.slow
 def test_names_read_from_vllms_source_match_vllm() -> None:

@@ -35,8 +35,10 @@ from hpcrl.engines.gen.vllm.image_prompts import arguments as image_arguments
 from hpcrl.engines.gen.vllm.lora_loading import Adapter
 from hpcrl.engines.gen.vllm.lora_loading import arguments as adapter_arguments
 from hpcrl.engines.gen.vllm.memory import cache
+from hpcrl.engines.gen.vllm.published import Published, config_overrides
 from hpcrl.engines.gen.vllm.replica import arguments as replica_arguments
 from hpcrl.engines.gen.vllm.replica import keeping_default_group, world_of
+from hpcrl.engines.gen.vllm.rotation import rotate_all_heads
 from hpcrl.engines.gen.vllm.routes import RouteRecorder
 from hpcrl.engines.gen.vllm.sampler import Drawing, Sampler
 from hpcrl.engines.gen.vllm.slices import are_known
@@ -179,7 +181,7 @@ class VLLMEngine:
             "kv_cache_memory_bytes": cache_bytes,
             "gpu_memory_utilization": gpu_memory_utilization,
             "enforce_eager": enforce_eager,
-            "hf_overrides": {"head_dtype": head_dtype} if head_dtype else {},
+            "hf_overrides": config_overrides(Path(model_path)) | ({"head_dtype": head_dtype} if head_dtype else {}),
             "enable_sleep_mode": sleeps and torch.cuda.is_available(),
             "enable_prefix_caching": True,
             "async_scheduling": False,  # a step must return its own tokens
@@ -208,6 +210,7 @@ class VLLMEngine:
             try:
                 config = EngineArgs(**arguments).create_engine_config(UsageContext.ENGINE_CONTEXT)
                 check_head_size(config)
+                rotate_all_heads(config)
                 with own_image_sizes(config.model_config, reserved):
                     self._engine = LLMEngine.from_vllm_config(config, disable_log_stats=True)
             except (TypeError, ValueError) as error:
@@ -218,6 +221,7 @@ class VLLMEngine:
         self.max_num_seqs = max_num_seqs
         self._max_length, self._vocab_size = max_length, config.model_config.get_vocab_size()
         self._model_type = str(config.model_config.hf_config.model_type)
+        self._sees = hasattr(config.model_config.hf_config, "vision_config")  # even if the run has no images
         self._vision = vision
         self._images = ImagePrompts(vision, config.model_config.dtype) if vision is not None else None
         self._names, self._model = WeightNames.of(Path(model_path), lora), known_shape(Path(model_path))
@@ -283,11 +287,12 @@ class VLLMEngine:
         # vLLM keeps a layer's tensors until it has all of them, and the sender may overwrite its buffer earlier.
         model = self._runner.get_model()
         checked, arrived = self._names.checked(named, kept), set[str]()
+        conversion = Published("" if self._sees else self._model_type)
 
         def copies() -> Iterator[tuple[str, torch.Tensor]]:
             for name, tensor in checked:
                 arrived.add(name)
-                for published, values in as_published(model, self._model_type, name, tensor):
+                for published, values in conversion.of(*as_published(model, self._model_type, name, tensor)):
                     yield published, values.clone()
 
         features = dict(self._runner.encoder_cache)

@@ -98,6 +98,8 @@ def _unsupported(model: Mapping[str, Any], longest: int) -> Iterator[str]:
     aspect = model.get("vision_aspect_ratio", LLAVA_ASPECT)
     if aspect != LLAVA_ASPECT:  # a key of LLaVA-OneVision
         yield f"vision_aspect_ratio={aspect} (only {LLAVA_ASPECT})"
+    if model.get("model_type") in TIED and model.get("tie_word_embeddings") is False:
+        yield f"tie_word_embeddings=false of model_type={model['model_type']}, whose head is always the embedding there"
     own = table_keys("vllm", "model_executor/models/registry.py", MODELS)
     given = model.get("architectures")
     names = [str(name) for name in given] if isinstance(given, list) else []
@@ -136,6 +138,8 @@ def _need(config: Any, model: Any, name: str, shape: tuple[int, ...], index: int
     return RequiredSlices(config.generator.dtype, slices(options, model, name, shape, index, num_ranks))
 
 
+TIED = ("lfm2", "lfm2_moe")
+"""vLLM's classes of these compute logits with the embedding, whatever config.json says."""
 LLAVA_ASPECT = "anyres_max_9"
 """vLLM's class of LLaVA-OneVision ignores other values of config.json, and would compute other features."""
 KEPT_IMAGE_TOKENS = 2048

@@ -3,14 +3,15 @@ update."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import functools
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hpcrl.engines.gen.vllm.direct_copies import DirectCopies
 from hpcrl.models.families import family_of
-from hpcrl.models.shape import FILES
 
 HEADS = ("lm_head.weight", "language_model.lm_head.weight")
 """vLLM's names of the vocabulary projection, in text models and behind a vision tower."""
@@ -22,29 +23,14 @@ SIGLIP = "model.vision_tower."
 """Begins the names of a SigLIP tower's weights in transformers' models."""
 
 
-def as_published(model: Any, model_type: str, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """A weight under the name and in the layout of published files, which the loader of vLLM's model expects.
-    transformers 5 transposes the experts of Qwen3-VL-MoE when it reads them, leaves a level out of the names of a
-    SigLIP tower, and renames the experts of Mixtral."""
+def as_published(model: Any, model_type: str, name: str, tensor: Tensor) -> tuple[str, Tensor]:
+    """A weight of a vision-language model under the name and in the layout of published files. transformers 5
+    transposes the experts of Qwen3-VL-MoE when it reads them, and leaves a level out of the names of a SigLIP tower."""
     if name.startswith(SIGLIP) and hasattr(model.vision_tower, "vision_model"):
         name = f"{SIGLIP}vision_model.{name.removeprefix(SIGLIP)}"
-    family = family_of(model_type)
-    if family.transposes_experts and name.endswith(MERGED_EXPERTS):
+    if family_of(model_type).transposes_experts and name.endswith(MERGED_EXPERTS):
         tensor = tensor.transpose(1, 2)
-    files = family.decoder.files if family.decoder is not None else FILES
-    if files == FILES:
-        yield name, tensor
-        return
-    merged = name.endswith(MERGED_EXPERTS)
-    name = name.replace(f".{FILES.at}", f".{files.at}")
-    if not merged:
-        yield name, tensor
-        return
-    layer, _, which = name.rpartition(".")
-    parts = (files.gate, files.up) if which == "gate_up_proj" else (files.down,)
-    for expert, matrices in enumerate(tensor):
-        for part, matrix in zip(parts, matrices.chunk(len(parts)), strict=True):
-            yield f"{layer}.{expert}.{part}.weight", matrix
+    return name, tensor
 
 
 def reload(engine: Any, model: Any, weights: Iterable[tuple[str, Tensor]], complete: bool = True) -> None:
@@ -57,11 +43,16 @@ def reload(engine: Any, model: Any, weights: Iterable[tuple[str, Tensor]], compl
     missing: list[str] = []
 
     def load(named: Iterable[tuple[str, Tensor]]) -> set[str] | None:
-        loaded: set[str] | None = type(model).load_weights(model, named)
+        # Now the model has the parameters for which there are weights, and no others that vLLM computes from them.
+        loadable = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        with DirectCopies(model):
+            loaded: set[str] | None = type(model).load_weights(model, named)
         if loaded is not None:
-            missing.extend(min(own) for own in names.values() if not own & loaded)
+            wanted = (own & loadable for own in names.values())
+            missing.extend(min(own) for own in wanted if own and not own & loaded)
         return loaded
 
+    _name_loaders(model)
     model.load_weights = load  # the only place where vLLM reports the loaded names
     try:
         engine.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
@@ -76,6 +67,14 @@ def reload(engine: Any, model: Any, weights: Iterable[tuple[str, Tensor]], compl
             f"{some}; use another generator.engine with this model"
         )
     _repair(model)
+
+
+def _name_loaders(model: Any) -> None:
+    """Give partial functions a name, for which vLLM's reload asks every weight loader (MiniMax-M2 has partial ones)."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        loader = getattr(tensor, "weight_loader", None)
+        if isinstance(loader, functools.partial) and not hasattr(loader, "__name__"):
+            setattr(loader, "__name__", loader.func.__name__)  # noqa: B010 - its type has no such attribute
 
 
 def _decoder(model: Any) -> Any:
