@@ -61,7 +61,7 @@ LISTED = (
     *(qwen2_vl.FAMILY, qwen3_5.FAMILY, glm4v.FAMILY, internvl.FAMILY, gemma3.FAMILY, gemma4.FAMILY),
     *(idefics3.FAMILY, llava_onevision.FAMILY, deepseek_v2.FAMILY, glm4_moe.FAMILY, gpt_oss.FAMILY),
     *(olmo.OLMO2, olmo.OLMO3, seed_oss.FAMILY, ernie4_5.FAMILY, hunyuan.FAMILY),
-    *(minimax.FAMILY, rwkv.FAMILY, xlstm.FAMILY),
+    *(glm4_moe.LITE, minimax.M2, ernie4_5.MOE, hunyuan.MOE, minimax.FAMILY, rwkv.FAMILY, xlstm.FAMILY),
 )
 FAMILIES: dict[str, Family] = {model_type: family for family in LISTED for model_type in family.model_types}
 UNKNOWN = Family(model_types=())

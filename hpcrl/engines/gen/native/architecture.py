@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from hpcrl.engines.gen.native.unsupported import unsupported
 from hpcrl.models.families import NATIVE, family_of, read_shape, read_vision_of
 from hpcrl.models.mrope import axes_of_pairs
 from hpcrl.models.router import ExpertRouter
-from hpcrl.models.shape import CannotPlanError, Decoder, ModelShape
+from hpcrl.models.shape import CannotPlanError, Decoder, Latent, ModelShape
 from hpcrl.models.vision import Vision
 
 
@@ -35,7 +36,11 @@ class Rope:
 
 @dataclass(frozen=True)
 class Architecture:
-    """A decoder of blocks with grouped-query rotary attention and a gated (or mixture of experts) MLP."""
+    """A decoder of blocks with grouped-query or latent rotary attention and a gated (or mixture of experts) MLP.
+
+    With latent attention, all heads read one vector per token (LatentAttention in weights.py), which is cached: one
+    key head, of width head_dim, whose first value_dim numbers are the values.
+    """
 
     decoder: Decoder
     vocab_size: int
@@ -44,6 +49,8 @@ class Architecture:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    value_dim: int  # width of a value head
+    latent: Latent | None  # None: grouped-query attention
     intermediate_size: int
     norm_eps: float
     tied: bool  # the vocabulary projection is the embedding
@@ -55,6 +62,7 @@ class Architecture:
     expert_size: int
     shared_size: int  # width of the shared experts; 0: none
     router: ExpertRouter
+    correction_shape: tuple[int, ...]  # of the router's bias per expert in files
     clamp: tuple[float, float]  # the clamped MLP's limit and the gain of its gate, for decoder.biased_experts
     embedding_scale: float
     attention_scale: float
@@ -75,6 +83,15 @@ class Architecture:
         return "model." if self.vision is None else "model.language_model."
 
     @property
+    def cached_tensors(self) -> int:
+        """Per layer: keys and values, or the latent vectors, which are both."""
+        return 2 if self.latent is None else 1
+
+    def keys_and_values(self, cached: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys [..., head_dim] and values [..., value_dim] in [cached_tensors, ..., head_dim]."""
+        return cached[0], cached[-1][..., : self.value_dim]
+
+    @property
     def num_qk_heads(self) -> int:
         return self.num_heads + self.num_kv_heads
 
@@ -88,8 +105,10 @@ class Architecture:
         return 2 * len(self.ropes[0].frequencies)
 
     def rotations(self, num_positions: int, device: torch.device) -> list[Tensor]:
-        """For each rope, complex64 [num_positions, head_dim / 2]: each position's factors for pairs of dimensions."""
-        return [rope.rotations(num_positions, self.head_dim // 2, device) for rope in self.ropes]
+        """For each rope, complex64 [num_positions, pairs]: each position's factors for the pairs of dimensions of a
+        head or, with latent attention, of its rotated part."""
+        width = self.head_dim if self.latent is None else self.latent.rope
+        return [rope.rotations(num_positions, width // 2, device) for rope in self.ropes]
 
 
 def read_architecture(path: Path) -> Architecture:
@@ -116,7 +135,7 @@ def read_architecture(path: Path) -> Architecture:
         raise ValueError(
             f"{path}/config.json: {feature} is not implemented by the native generator; use another engine"
         )
-    head_dim = shape.head_dim
+    latent, head_dim = shape.latent, shape.head_dim
     kinds = _layer_types(config, decoder)
     ropes = tuple(dict.fromkeys(_rope(config, kind, shape) for kind in kinds))
     scalar = config.query_pre_attn_scalar if decoder.gemma else head_dim
@@ -126,8 +145,10 @@ def read_architecture(path: Path) -> Architecture:
         hidden_size=config.hidden_size,
         num_layers=config.num_hidden_layers,
         num_heads=shape.num_heads,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=head_dim,
+        num_kv_heads=shape.num_kv_heads if latent is None else 1,
+        head_dim=head_dim if latent is None else latent.rank + latent.rope,
+        value_dim=head_dim if latent is None else latent.rank,
+        latent=latent,
         intermediate_size=config.intermediate_size,
         norm_eps=config.rms_norm_eps,
         tied=tied,
@@ -139,16 +160,17 @@ def read_architecture(path: Path) -> Architecture:
         expert_size=shape.expert_size,
         shared_size=shape.shared_size,
         router=family.router(config.to_dict()),
+        correction_shape=next((p.shape for p in shape.parameters if p.name.endswith(decoder.correction_name)), ()),
         clamp=(config.swiglu_limit, config.swiglu_alpha) if decoder.biased_experts else (0.0, 0.0),
         embedding_scale=config.hidden_size**0.5 if decoder.gemma else 1.0,
-        attention_scale=scalar**-0.5,
+        attention_scale=scalar**-0.5 * (1.0 if latent is None else _yarn_gain(config.rope_parameters)),
         attention_softcap=config.attn_logit_softcapping if decoder.soft_capped else None,
         logit_softcap=config.final_logit_softcapping if decoder.gemma else None,
         ropes=ropes,
         rope_of_layer=tuple(ropes.index(_rope(config, kind, shape)) for kind in kinds),
         windows=tuple(config.sliding_window if kind == "sliding_attention" else None for kind in kinds),
         max_positions=_max_positions(config),
-        further_layers=getattr(config, family.predicts_further) if family.predicts_further else 0,
+        further_layers=getattr(config, family.predicts_further, None) or 0 if family.predicts_further else 0,
         eos_ids=_eos_ids(path, config),
         vision=vision,
         axis_of_pair=axes_of_pairs(config.rope_parameters["mrope_section"]) if vision is not None else (),
@@ -181,8 +203,17 @@ def _rope(config: Any, layer_type: str, shape: ModelShape) -> Rope:
     elif rope_type != "default":
         frequencies, scale = ROPE_INIT_FUNCTIONS[rope_type](config, torch.device("cpu"), layer_type=kind)
         return Rope(tuple(frequencies.tolist()), scale)
-    rotated = int(shape.head_dim * rope.get("partial_rotary_factor", 1.0))
+    width = shape.head_dim if shape.latent is None else shape.latent.rope
+    rotated = int(width * rope.get("partial_rotary_factor", 1.0))
     return Rope(tuple((1.0 / (theta ** (torch.arange(0, rotated, 2).float() / rotated))).tolist()))
+
+
+def _yarn_gain(rope: dict[str, Any]) -> float:
+    """The factor of latent attention's scores for lengthened contexts, as in DeepSeek-V2 (arXiv 2405.04434)."""
+    gain, factor = rope.get("mscale_all_dim") or 0.0, rope.get("factor", 1.0)
+    if rope.get("rope_type", "default") == "default" or factor <= 1:
+        return 1.0
+    return (0.1 * gain * math.log(factor) + 1.0) ** 2
 
 
 def _max_positions(config: Any) -> int:

@@ -21,10 +21,13 @@ from torch import Tensor, nn
 
 from hpcrl.config import LoRAConfig
 from hpcrl.engines.gen.native.architecture import Architecture
+from hpcrl.models.shape import Latent
 from hpcrl.models.tower import part_of
 from hpcrl.spec.lora import A, B, is_adapter, matches
 
 ALL = slice(None)
+ADAPTED = ("qkv", "query", "both", "out", "gate_up", "down", "shared_gate")
+"""Keys of Layer.adapters."""
 TOWER = "model.visual."
 """The beginning of the names of a vision tower's tensors in transformers' models."""
 
@@ -63,22 +66,35 @@ class LowRank:
 
 
 @dataclass(slots=True)
+class LatentAttention:
+    """Multi-head latent attention (arXiv 2405.04434) in its absorbed form. A token's keys and values of all heads are
+    products with one vector, the latent. So a query times a head's key matrix is a query for latents, and the matrix of
+    values follows the sum of latents."""
+
+    query_norm: Tensor | None  # [query_rank]
+    query: Tensor | None  # [query_rank, heads (nope + rope)]; None: queries have one matrix
+    norm: Tensor  # [rank]
+    both: Tensor  # [heads, nope + value, rank]: a head's key matrix, then its value matrix
+
+
+@dataclass(slots=True)
 class Layer:
     """One block. q heads come first, then k, then v."""
 
     attention_norm: Tensor | None  # [H]
     attention_post_norm: Tensor | None  # [H]
-    qkv: Tensor  # [H, (heads + 2 kv_heads) D]
-    qkv_bias: Tensor | None  # [(heads + 2 kv_heads) D]
+    qkv: Tensor  # [H, (heads + 2 kv_heads) D]; latent: [H, query_rank (or all queries) + rank + rope]
+    qkv_bias: Tensor | None  # [(heads + 2 kv_heads) D], latent as above
+    latent: LatentAttention | None
     qk_norm: Tensor | None  # [heads + kv_heads, D]
     sinks: Tensor | None  # [heads]
-    out: Tensor  # [heads D, H]
+    out: Tensor  # [heads D, H], D the width of a value
     out_bias: Tensor | None  # [H]
     mlp_norm: Tensor | None  # [H]
     mlp_post_norm: Tensor | None  # [H]
     mlp: Dense | Experts
     adapters: dict[str, list[LowRank]]
-    """By matrix: qkv, out, gate_up, down, shared_gate. With experts, gate_up and down are the shared experts'."""
+    """By matrix (ADAPTED). With experts, gate_up and down are the shared experts'."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,17 +304,22 @@ class FusedWeights:
     def _layer(self, index: int) -> Layer:
         a, prefix = self._arch, f"{self._arch.decoder_prefix}layers.{index}."
         hidden, attention, gemma = a.hidden_size, prefix + "self_attn.", a.decoder.gemma
+        query, value, width = a.num_heads * a.head_dim, a.head_dim, a.num_qkv_heads * a.head_dim
+        if (latent := a.latent) is not None:
+            query = latent.query_rank or a.num_heads * (latent.nope + latent.rope)
+            value, width = latent.value, query + latent.rank + latent.rope
         before, behind = not a.decoder.norms_after, a.decoder.norms_after or gemma
         after = prefix + "post_attention_layernorm.weight"  # after attention only if `behind`
-        adapters: dict[str, list[LowRank]] = {key: [] for key in ("qkv", "out", "gate_up", "down", "shared_gate")}
+        adapters: dict[str, list[LowRank]] = {key: [] for key in ADAPTED}
         layer = Layer(
             attention_norm=self._norm(prefix + "input_layernorm.weight") if before else None,
             attention_post_norm=self._norm(after) if behind else None,
-            qkv=self._matrix(hidden, a.num_qkv_heads * a.head_dim),
-            qkv_bias=self._empty(a.num_qkv_heads * a.head_dim) if a.qkv_bias else None,
+            qkv=self._matrix(hidden, width),
+            qkv_bias=self._empty(width) if a.qkv_bias else None,
+            latent=self._latent(attention, latent, adapters) if latent is not None else None,
             qk_norm=self._qk_norm(attention) if a.decoder.qk_norm else None,
             sinks=self._named(attention + "sinks", a.num_heads) if a.decoder.sinks else None,
-            out=self._matrix(a.num_heads * a.head_dim, hidden),
+            out=self._matrix(a.num_heads * value, hidden),
             out_bias=self._empty(hidden) if a.out_bias else None,
             mlp_norm=self._norm(prefix + "pre_feedforward_layernorm.weight" if gemma else after) if before else None,
             mlp_post_norm=self._norm(prefix + "post_feedforward_layernorm.weight") if behind else None,
@@ -313,6 +334,15 @@ class FusedWeights:
         if a.decoder.joined:
             self._linear(attention + "qkv_proj", layer.qkv, rotary_heads=a.num_qk_heads, adapters=adapters["qkv"])
             return layer
+        if latent is not None:
+            first = "q_proj" if latent.query_rank is None else "q_a_proj"
+            for which, columns in ((first, slice(query)), ("kv_a_proj_with_mqa", slice(query, None))):
+                self._linear(attention + which, layer.qkv, columns, adapters=adapters["qkv"])
+                if layer.qkv_bias is not None and which != "q_proj":
+                    self._target(f"{attention}{which}.bias", layer.qkv_bias[columns])
+            if layer.qkv_bias is not None and latent.query_rank is None:
+                layer.qkv_bias[:query] = 0.0  # q_proj has none
+            return layer
         bounds = {"q": (0, a.num_heads), "k": (a.num_heads, a.num_qk_heads), "v": (a.num_qk_heads, a.num_qkv_heads)}
         for which, (first, last) in bounds.items():
             columns, rotary = slice(first * a.head_dim, last * a.head_dim), (last - first) * (which != "v")
@@ -320,6 +350,19 @@ class FusedWeights:
             if layer.qkv_bias is not None:
                 self._target(f"{attention}{which}_proj.bias", layer.qkv_bias[columns], rotary_heads=rotary)
         return layer
+
+    def _latent(self, prefix: str, latent: Latent, adapters: dict[str, list[LowRank]]) -> LatentAttention:
+        a, narrow = self._arch, latent.query_rank
+        found = LatentAttention(
+            query_norm=self._named(prefix + "q_a_layernorm.weight", narrow) if narrow else None,
+            query=self._matrix(narrow, a.num_heads * (latent.nope + latent.rope)) if narrow else None,
+            norm=self._named(prefix + "kv_a_layernorm.weight", latent.rank),
+            both=self._empty(a.num_heads, latent.nope + latent.value, latent.rank),
+        )
+        if found.query is not None:
+            self._linear(prefix + "q_b_proj", found.query, adapters=adapters["query"])
+        self._linear(prefix + "kv_b_proj", found.both.flatten(0, 1).t(), adapters=adapters["both"])
+        return found
 
     def _qk_norm(self, prefix: str) -> Tensor:
         """[heads + kv_heads, D]: the q norm for each q head, then the k norm."""
@@ -349,11 +392,11 @@ class FusedWeights:
         a, decoder, at = self._arch, self._arch.decoder, layer + "mlp."
         hidden, size, count, router = a.hidden_size, a.expert_size, a.num_experts, f"{at}{decoder.router_name}."
         biased, first, last = decoder.biased_experts, at + "experts.gate_up_proj", at + "experts.down_proj"
-        correction = router + "e_score_correction_bias"
+        correction = at + decoder.correction_name
         mlp = Experts(
             router=self._matrix(hidden, count),
             router_bias=self._named(router + "bias", count) if biased else None,
-            correction=self._named(correction, count, dtype=torch.float32) if a.router.corrected else None,
+            correction=torch.empty(count, device=self._device) if a.router.corrected else None,
             gate_up=self._named(first, count, hidden, 2 * size) if biased else self._matrix(count, hidden, 2 * size),
             gate_up_bias=self._named(first + "_bias", count, 2 * size) if biased else None,
             down=self._named(last, count, size, hidden) if biased else self._matrix(count, size, hidden),
@@ -362,6 +405,8 @@ class FusedWeights:
             shared_gate=self._matrix(hidden, 1) if decoder.shared_gate else None,
         )
         self._target(router + "weight", mlp.router.t())
+        if mlp.correction is not None:
+            self._target(correction, mlp.correction.view(a.correction_shape))
         if mlp.shared_gate is not None:
             self._linear(f"{at}{decoder.shared_name}_gate", mlp.shared_gate, adapters=adapters["shared_gate"])
         if biased:  # equal in files and in memory
@@ -370,6 +415,9 @@ class FusedWeights:
         in_files = layer + files.at
         if files.at != "mlp.":
             self._target(in_files + "gate.weight", mlp.router.t(), parts=(router + "weight",))
+        if mlp.correction is not None and files.correction:
+            bias = mlp.correction.view(a.correction_shape)
+            self._target(in_files + files.correction, bias, parts=(correction,))
         gate_up, down = mlp.gate_up.transpose(1, 2), mlp.down.transpose(1, 2)
         one: dict[str, list[str]] = {}
         for which, rows in (
