@@ -49,14 +49,18 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from hpcrl.config import parse
 from hpcrl.engines.gen.generation_engine import Output, Request, SamplingParams
 from hpcrl.engines.gen.native.architecture import read_architecture
 from hpcrl.engines.gen.native.engine import NativeEngine
+from hpcrl.engines.gen.native.kv import block_bytes
 from hpcrl.engines.gen.native.transformer import Transformer
 from hpcrl.engines.gen.native.unsupported import unsupported
 from hpcrl.engines.gen.native.weights import FusedWeights
 from hpcrl.engines.hf_folder import read_safetensors
 from hpcrl.engines.tiny import make_tokenizer
+from hpcrl.models.families import read_shape
+from hpcrl.planner.generator import token_bytes
 from hpcrl.rollout.types import FinishReason
 from tests.conftest import ROOT
 
@@ -319,6 +323,17 @@ def test_family_features_match_transformers(feature: str, tmp_path: Path) -> Non
     requests = mixed_requests()
     outputs = run(engine_of(tmp_path), requests)
     assert max(largest_error(model, requests, outputs)) < 1e-5
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_the_plan_counts_the_numbers_that_the_cache_holds(family: str, tmp_path: Path) -> None:
+    """Of DeepSeek-V3: 20 + 4 numbers of a latent in each of 3 layers."""
+    CONFIGS[family].save_pretrained(tmp_path)
+    shape = read_shape(json.loads((tmp_path / "config.json").read_text()))
+    held = block_bytes(read_architecture(tmp_path), 16, torch.float32)
+    assert held == 16 * token_bytes(parse({"generator": {"dtype": "float32"}}), shape)
+    if family == "deepseek_v3":
+        assert held == 16 * 3 * (20 + 4) * 4
 
 
 def test_short_rotary_factors_limit_the_length_to_the_original_one(tmp_path: Path) -> None:
@@ -612,6 +627,8 @@ def test_non_finite_weights_are_named(qwen2: tuple[Any, Path]) -> None:
         ),
         (CONFIGS["llama"], {"rope_parameters": LINEAR | {"rope_type": "dynamic"}}, "rope type 'dynamic'"),
         (CONFIGS["llama"], {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "factor 0.5"),
+        (CONFIGS["deepseek_v3"], {"head_dim": 8}, "head_dim=8 with qk_rope_head_dim=4"),
+        (CONFIGS["deepseek_v2"], {"topk_group": 1}, "choice of 3 experts in topk_group=1 groups with 2"),
         (CONFIGS["gemma2"], {"hidden_activation": "gelu"}, "hidden_activation 'gelu'"),
         (CONFIGS["gemma3_text"], {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         (CONFIGS["llama"], {"mlp_bias": True}, "mlp_bias"),

@@ -335,8 +335,8 @@ class FusedWeights:
             self._linear(attention + "qkv_proj", layer.qkv, rotary_heads=a.num_qk_heads, adapters=adapters["qkv"])
             return layer
         if latent is not None:
-            first = "q_proj" if latent.query_rank is None else "q_a_proj"
-            for which, columns in ((first, slice(query)), ("kv_a_proj_with_mqa", slice(query, None))):
+            queries = "q_proj" if latent.query_rank is None else "q_a_proj"
+            for which, columns in ((queries, slice(query)), ("kv_a_proj_with_mqa", slice(query, None))):
                 self._linear(attention + which, layer.qkv, columns, adapters=adapters["qkv"])
                 if layer.qkv_bias is not None and which != "q_proj":
                     self._target(f"{attention}{which}.bias", layer.qkv_bias[columns])
