@@ -13,13 +13,19 @@ from hpcrl.spec.fields import NUMBER, Positive, PositiveFloat, Section, Seed
 
 MIN_VOCABULARY = 259
 """Tokens of the tokenizer created for model.tiny: every byte and three special tokens."""
+TINY_WINDOW = 16
+"""Tokens to which a token attends in layers of model.tiny with windows."""
 
 
 class TinyModel(Section):
     """A model created from these sizes with seeded random weights, used if model.path is not given (demos, tests)."""
 
-    architecture: Literal["qwen2", "qwen3", "qwen3_moe", "llama", "gemma2", "qwen2_5_vl"] = "qwen2"
-    """Model family. qwen2_5_vl takes images; its tower has as many layers and heads, and the widths, of the decoder."""
+    architecture: Literal[
+        "qwen2", "qwen3", "qwen3_moe", "llama", "gemma2", "gemma3_text", "gpt_oss", "deepseek_v3", "qwen2_5_vl"
+    ] = "qwen2"
+    """Model family. qwen2_5_vl takes images; its tower has as many layers and heads, and the widths, of the decoder.
+    Each second layer of gemma3_text and gpt_oss has a window of 16 tokens. deepseek_v3 has a first layer without
+    experts, a shared expert, and latents of half (queries) and a quarter (keys and values) of hidden_size."""
     vocab_size: Annotated[int, Field(ge=MIN_VOCABULARY, le=1 << 20), NUMBER] = 320
     """Rows of the embedding; the tokenizer is trained to at most this many tokens."""
     corpus: list[str] = []
@@ -31,11 +37,11 @@ class TinyModel(Section):
     num_heads: Positive = 4
     """Query heads."""
     num_kv_heads: Positive = 2
-    """Key and value heads; must divide num_heads."""
+    """Key and value heads; must divide num_heads. The heads of deepseek_v3 share latents instead."""
     intermediate_size: Annotated[int, Field(ge=1, le=1 << 20), NUMBER] = 192
     """Width of the feed-forward layer."""
     num_experts: Annotated[int, Field(ge=1, le=1 << 12), NUMBER] = 4
-    """Experts per layer (qwen3_moe)."""
+    """Experts per layer (qwen3_moe, gpt_oss, deepseek_v3), each of width intermediate_size; a token uses two."""
     max_position_embeddings: Positive = 4096
     """Maximum sequence length, tokens."""
     tie_word_embeddings: bool = True
@@ -68,24 +74,70 @@ class TinyModel(Section):
         }
 
     def hf_config(self) -> dict[str, Any]:
-        """The config.json of the model, which hpcrl.engines.tiny creates."""
-        if self.takes_images:
-            text = self.model_copy(update={"architecture": "qwen2"}).hf_config()
-            return {"model_type": self.architecture, "text_config": text, "vision_config": self.tower_config()}
+        """The config.json of the model, which hpcrl.engines.tiny creates, without token ids."""
+        if not self.takes_images:
+            return {"model_type": self.architecture, **self._decoder_config()}
+        pairs = self.hidden_size // self.num_heads // 2
+        sections = [pairs - 2 * (3 * pairs // 8), 3 * pairs // 8, 3 * pairs // 8]
+        rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": sections}
         return {
             "model_type": self.architecture,
+            "text_config": self._decoder_config() | {"rope_parameters": rope},
+            "vision_config": self.tower_config(),
+            "tie_word_embeddings": self.tie_word_embeddings,
+        }
+
+    def _decoder_config(self) -> dict[str, Any]:
+        return {
             "vocab_size": self.vocab_size,
             "hidden_size": self.hidden_size,
             "intermediate_size": self.intermediate_size,
             "num_hidden_layers": self.num_layers,
             "num_attention_heads": self.num_heads,
             "num_key_value_heads": self.num_kv_heads,
-            "head_dim": self.hidden_size // self.num_heads,
+            "max_position_embeddings": self.max_position_embeddings,
             "tie_word_embeddings": self.tie_word_embeddings,
-            "num_experts": self.num_experts,
-            "num_experts_per_tok": min(2, self.num_experts),
-            "moe_intermediate_size": self.intermediate_size,
+            "initializer_range": self.initializer_range,
+            **self._own_keys(self.hidden_size // self.num_heads),
         }
+
+    def _own_keys(self, head_dim: int) -> dict[str, Any]:
+        """The keys that not every architecture has."""
+        chosen, width = {"num_experts_per_tok": min(2, self.num_experts)}, {"head_dim": head_dim}
+        windows = {
+            "sliding_window": TINY_WINDOW,
+            "layer_types": [("sliding_attention", "full_attention")[i % 2] for i in range(self.num_layers)],
+        }
+        match self.architecture:
+            case "qwen3":
+                return width
+            case "qwen3_moe":
+                experts = {"num_experts": self.num_experts, "moe_intermediate_size": self.intermediate_size}
+                return chosen | experts | {"norm_topk_prob": True}
+            case "gemma2":
+                return width | {"query_pre_attn_scalar": head_dim}
+            case "gemma3_text":
+                return width | windows | {"query_pre_attn_scalar": head_dim}
+            case "gpt_oss":
+                return width | windows | chosen | {"num_local_experts": self.num_experts}
+            case "deepseek_v3":
+                return chosen | {
+                    "num_key_value_heads": self.num_heads,
+                    "q_lora_rank": max(1, self.hidden_size // 2),
+                    "kv_lora_rank": max(1, self.hidden_size // 4),
+                    "qk_nope_head_dim": head_dim,
+                    "qk_rope_head_dim": head_dim,
+                    "v_head_dim": head_dim,
+                    "first_k_dense_replace": 1,
+                    "n_routed_experts": self.num_experts,
+                    "n_shared_experts": 1,
+                    "n_group": 1,
+                    "topk_group": 1,
+                    "moe_intermediate_size": self.intermediate_size,
+                    "num_nextn_predict_layers": 0,
+                }
+            case _:
+                return {}
 
 
 def _trained_mtp(value: object) -> object:

@@ -14,16 +14,11 @@ from typing import Any
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
-    Gemma2Config,
     GenerationConfig,
-    LlamaConfig,
     PreTrainedConfig,
-    Qwen2_5_VLConfig,
-    Qwen2Config,
-    Qwen3Config,
-    Qwen3MoeConfig,
 )
 
 from hpcrl.config import TinyModel
@@ -153,46 +148,8 @@ def _write_model(spec: TinyModel, tokenizer: Tokenizer, folder: Path) -> None:
 
 
 def _model_config(spec: TinyModel, ids: dict[str, Any]) -> PreTrainedConfig:
-    head_dim = spec.hidden_size // spec.num_heads
-    common: dict[str, Any] = {
-        "vocab_size": spec.vocab_size,
-        "hidden_size": spec.hidden_size,
-        "intermediate_size": spec.intermediate_size,
-        "num_hidden_layers": spec.num_layers,
-        "num_attention_heads": spec.num_heads,
-        "num_key_value_heads": spec.num_kv_heads,
-        "max_position_embeddings": spec.max_position_embeddings,
-        "tie_word_embeddings": spec.tie_word_embeddings,
-        "initializer_range": spec.initializer_range,
-        **ids,
-    }
-    match spec.architecture:
-        case "qwen2":
-            return Qwen2Config(**common)
-        case "qwen2_5_vl":
-            pairs = head_dim // 2
-            rope = {"rope_type": "default", "rope_theta": 1e4}
-            sections = [pairs - 2 * (3 * pairs // 8), 3 * pairs // 8, 3 * pairs // 8]
-            return Qwen2_5_VLConfig(
-                text_config=common | {"rope_parameters": rope | {"mrope_section": sections}},
-                vision_config=spec.tower_config(),
-                tie_word_embeddings=spec.tie_word_embeddings,
-                vision_start_token_id=3,
-                image_token_id=4,
-                vision_end_token_id=5,
-                **ids,
-            )
-        case "qwen3":
-            return Qwen3Config(head_dim=head_dim, **common)
-        case "qwen3_moe":
-            return Qwen3MoeConfig(
-                num_experts=spec.num_experts,
-                num_experts_per_tok=min(2, spec.num_experts),
-                moe_intermediate_size=spec.intermediate_size,
-                norm_topk_prob=True,
-                **common,
-            )
-        case "llama":
-            return LlamaConfig(**common)
-        case "gemma2":
-            return Gemma2Config(head_dim=head_dim, query_pre_attn_scalar=head_dim, **common)
+    keys = spec.hf_config() | ids
+    if spec.takes_images:
+        keys["text_config"] |= ids
+        keys |= {"vision_start_token_id": 3, "image_token_id": 4, "vision_end_token_id": 5}
+    return AutoConfig.for_model(**keys)

@@ -4,7 +4,7 @@ shared and routed experts, multi-token prediction layers."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from hpcrl.models.router import sigmoid_router
 from hpcrl.models.shape import Decoder, Latent, ModelShape, ParameterEntry, size
 
 DEFAULTS = {
+    "q_lora_rank": 1536,
     "kv_lora_rank": 512,
     "qk_nope_head_dim": 128,
     "qk_rope_head_dim": 64,
@@ -26,6 +27,7 @@ DEFAULTS = {
     "n_shared_experts": 1,
 }
 FIRST_DENSE = 3
+DECODER = Decoder(experts=True, adjacent_pairs=True)
 CORRECTION = "mlp.gate.e_score_correction_bias"
 
 
@@ -34,20 +36,19 @@ def latent_shape(
     decoder: Decoder,
     config: Mapping[str, Any],
     defaults: Mapping[str, int],
-    first: int,
+    expert_layers: Iterable[int],
     mixture: Callable[[ModelShape], Iterator[ParameterEntry]],
 ) -> ModelShape:
     """The shape of a decoder with latent attention.
 
     Args:
         defaults: transformers' defaults for sizes.
-        first: The default of first_k_dense_replace.
+        expert_layers: The layers with experts.
         mixture: The parameters of a layer's experts.
     """
     sizes = {key: size(config, key, default) for key, default in defaults.items()}
-    narrow = config.get("q_lora_rank", 1536)
     latent = Latent(
-        None if narrow is None else size(config, "q_lora_rank", 1536),
+        None if config.get("q_lora_rank", 0) is None else sizes["q_lora_rank"],
         sizes["kv_lora_rank"],
         sizes["qk_nope_head_dim"],
         sizes["qk_rope_head_dim"],
@@ -71,7 +72,7 @@ def latent_shape(
         num_experts=sizes["n_routed_experts"],
         experts_per_token=sizes["num_experts_per_tok"],
         expert_size=sizes["moe_intermediate_size"],
-        expert_layers=frozenset(first_dense(config, layers, first)),
+        expert_layers=frozenset(expert_layers),
         latent=latent,
         shared_size=sizes["moe_intermediate_size"] * sizes["n_shared_experts"],
     )
@@ -81,13 +82,20 @@ def latent_shape(
         [*_attention(shape, latent), *(of_experts if layer in shape.expert_layers else of_mlp), *norms(shape)]
         for layer in range(layers)
     ]
-    return replace(shape, parameters=tuple(decoder_parameters(shape, inside)))
+    shape = replace(shape, parameters=tuple(decoder_parameters(shape, inside)))
+    return shape.with_linear("_proj.weight", "_proj_with_mqa.weight")
 
 
 def read_shape(family: str, decoder: Decoder, config: Mapping[str, Any]) -> ModelShape:
     """The shape of transformers' model, which has no multi-token prediction layers. The router's bias per expert counts
     as a parameter, because checkpoints contain it and generators need it."""
-    return latent_shape(family, decoder, config, DEFAULTS, FIRST_DENSE, corrected_experts)
+    layers = first_dense(config, size(config, "num_hidden_layers"), FIRST_DENSE)
+    return latent_shape(family, reads_pairs(decoder, config), config, DEFAULTS, layers, corrected_experts)
+
+
+def reads_pairs(decoder: Decoder, config: Mapping[str, Any]) -> Decoder:
+    """The decoder with the pairs of dimensions that rope_interleave defines."""
+    return replace(decoder, adjacent_pairs=bool(config.get("rope_interleave", True)))
 
 
 def _attention(shape: ModelShape, latent: Latent) -> Iterator[ParameterEntry]:
@@ -181,9 +189,10 @@ def _lacks(model: Mapping[str, Any]) -> Iterator[str]:
 
 FAMILY = Family(
     model_types=("deepseek_v3",),
-    decoder=Decoder(),
+    decoder=DECODER,
     read=read_shape,
     router=functools.partial(sigmoid_router, scale=2.5, groups=8, chosen_groups=4),
+    native=True,
     megatron=MegatronModel(
         layers=LatentLayers,
         biases=("attention_bias",),
@@ -194,7 +203,7 @@ FAMILY = Family(
 )
 KIMI = Family(
     model_types=("kimi_k2",),
-    decoder=Decoder(),
+    decoder=DECODER,
     read=read_shape,
     untrainable="transformers has no such model_type; its layers are DeepSeek-V3's, so set model_type=deepseek_v3 in "
     "its config.json and remove auto_map",

@@ -74,8 +74,8 @@ LISTED = (
     ),
     *(idefics3.FAMILY, llava_onevision.FAMILY, deepseek_v2.FAMILY, glm4_moe.FAMILY, gpt_oss.FAMILY),
     *(olmo.OLMO2, olmo.OLMO3, seed_oss.FAMILY, ernie4_5.FAMILY, hunyuan.FAMILY),
-    *(kimi_linear.FAMILY, minimax.FAMILY, row_attention.FAMILY, rwkv.FAMILY, xlstm.FAMILY),
-    *(alibi.FAMILY, alibi.DOGE, alibi.GPT),
+    *(glm4_moe.LITE, minimax.M2, ernie4_5.MOE, hunyuan.MOE, minimax.FAMILY, rwkv.FAMILY, xlstm.FAMILY),
+    *(kimi_linear.FAMILY, row_attention.FAMILY, alibi.FAMILY, alibi.DOGE, alibi.GPT),
 )
 FAMILIES: dict[str, Family] = {model_type: family for family in LISTED for model_type in family.model_types}
 UNKNOWN = Family(model_types=())

@@ -38,14 +38,15 @@ def routed_experts(shape: ModelShape) -> Iterator[ParameterEntry]:
     count, inner, hidden = shape.num_experts, shape.expert_size, shape.hidden_size
     yield "mlp.experts.gate_up_proj", (count, 2 * inner, hidden), "expert"
     yield "mlp.experts.down_proj", (count, hidden, inner), "expert"
-    yield "mlp.gate.weight", (count, hidden), "whole"
+    yield f"mlp.{shape.decoder.router_name}.weight", (count, hidden), "whole"
 
 
 def corrected_experts(shape: ModelShape) -> Iterator[ParameterEntry]:
-    """As in DeepSeek-V3: routed experts, the router's bias per expert, and shared experts."""
+    """As in DeepSeek-V3: routed experts, the router's bias per expert, and shared experts if there are any."""
     yield from routed_experts(shape)
-    yield "mlp.gate.e_score_correction_bias", (shape.num_experts,), "whole"
-    yield from gated_mlp("mlp.shared_experts.", shape.hidden_size, shape.shared_size)
+    yield f"mlp.{shape.decoder.correction_name}", (shape.num_experts,), "whole"
+    if shape.shared_size:
+        yield from gated_mlp(f"mlp.{shape.decoder.shared_name}.", shape.hidden_size, shape.shared_size)
 
 
 def no_shared(config: Mapping[str, Any]) -> int:

@@ -13,6 +13,8 @@ class ExpertRouter:
 
     sigmoid: bool = False
     """Scores are sigmoids of the logits (arXiv 2412.19437), instead of a softmax over all experts."""
+    float32: bool = False
+    """The logits are computed in float32."""
     normalised: bool = True
     """The weights of a token's experts are divided by their sum."""
     scale: float = 1.0
@@ -42,6 +44,7 @@ def sigmoid_router(
     """Sigmoid scores as in DeepSeek-V3; the parameters are defaults for keys of config.json."""
     return ExpertRouter(
         sigmoid=True,
+        float32=True,
         normalised=bool(config.get("norm_topk_prob", True)),
         scale=float(config.get("routed_scaling_factor", scale)),
         corrected=True,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from typing import Any, Literal
@@ -37,6 +37,8 @@ class ExpertFiles:
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
+    correction: str = ""
+    """The name of the router's bias per expert, if it differs from the name in memory."""
 
 
 FILES = ExpertFiles()
@@ -75,6 +77,8 @@ class Decoder:
     """Layers have routed experts."""
     router_name: str = "gate"
     """The last part of the router's name."""
+    correction_name: str = "gate.e_score_correction_bias"
+    """The last part of the name of the router's bias per expert, if it has one."""
     biased_experts: bool = False
     """Router and experts have biases. Experts' matrices are [in, out], their gate and up columns alternate, and their
     MLP is clamped (swiglu_limit, swiglu_alpha)."""
@@ -269,6 +273,10 @@ class ModelShape:
     def of_layer(self, layer: int | None) -> list[Parameter]:
         """The parameters of a layer; None selects the parameters outside the layers."""
         return [parameter for parameter in self.parameters if parameter.layer == layer]
+
+    def with_linear(self, *endings: str) -> ModelShape:
+        """With the linear layers whose matrices' names end like this."""
+        return replace(self, linear=frozenset(p.name for p in self.parameters if p.name.endswith(endings)))
 
 
 ParameterEntry = tuple[str, tuple[int, ...], ParameterSplit]

@@ -201,7 +201,11 @@ def update_traffic(config: Config, layout: RoleLayout, shape: ModelShape) -> tup
 
 def prefill_width(shape: ModelShape) -> int:
     """Numbers per token that a layer of a forward pass without gradients holds at once."""
-    return 3 * shape.hidden_size + 2 * (shape.query_size + 2 * shape.key_size) + _mlp_width(shape)
+    heads = 2 * (shape.query_size + 2 * shape.key_size)
+    if shape.latent is not None:  # queries for latents, a copy of them, and sums of latents
+        latent = shape.num_heads * (3 * shape.latent.rank + 2 * shape.latent.rope)
+        heads = max(heads, shape.query_size + latent)
+    return 3 * shape.hidden_size + heads + _mlp_width(shape)
 
 
 def _mlp_width(shape: ModelShape) -> int:

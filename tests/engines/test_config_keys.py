@@ -63,6 +63,7 @@ FAMILIES = {
         *("qwen3_moe", "gemma2", "qwen2", "qwen3", "llama", "mistral", "ministral", "phi3", "gemma3_text"),
         *("qwen2_5_vl", "gpt_oss", "qwen2_moe", "mixtral", "glm4_moe", "seed_oss", "olmo2", "olmo3"),
         *("ernie4_5", "hunyuan_v1_dense", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),
+        *("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minimax_m2", "ernie4_5_moe", "hunyuan_v1_moe"),
     ),
 }  # fmt: skip
 IN_TEXT_CONFIG = {"qwen3_5", "qwen3_5_moe"}

@@ -15,15 +15,21 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV2Config,
+    DeepseekV3Config,
     DynamicCache,
+    Ernie4_5_MoeConfig,
     Ernie4_5Config,
     Gemma2Config,
     Gemma3TextConfig,
     Glm4MoeConfig,
+    Glm4MoeLiteConfig,
     GptOssConfig,
     HunYuanDenseV1Config,
+    HunYuanMoEV1Config,
     LlamaConfig,
     LogitsProcessorList,
+    MiniMaxM2Config,
     MinistralConfig,
     MinPLogitsWarper,
     MistralConfig,
@@ -46,14 +52,18 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from hpcrl.config import parse
 from hpcrl.engines.gen.generation_engine import Output, Request, SamplingParams
 from hpcrl.engines.gen.native.architecture import read_architecture
 from hpcrl.engines.gen.native.engine import NativeEngine
+from hpcrl.engines.gen.native.kv import block_bytes
 from hpcrl.engines.gen.native.transformer import Transformer
 from hpcrl.engines.gen.native.unsupported import unsupported
 from hpcrl.engines.gen.native.weights import FusedWeights
 from hpcrl.engines.hf_folder import read_safetensors
 from hpcrl.engines.tiny import make_tokenizer
+from hpcrl.models.families import read_shape
+from hpcrl.planner.generator import token_bytes
 from hpcrl.rollout.types import FinishReason
 from tests.conftest import ROOT
 
@@ -86,6 +96,10 @@ ALPHA = {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 100.0, "factor"
 LONGROPE = {
     "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 128,
     "short_factor": [1.5] * 3, "long_factor": [9.0] * 3, "partial_rotary_factor": 0.75,
+}  # fmt: skip
+LATENT = SIZES | {
+    "num_key_value_heads": 4, "kv_lora_rank": 20, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6,
+    "n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 16, "n_shared_experts": 2,
 }  # fmt: skip
 WINDOW = {"sliding_window": 11}
 SOFT_CAPS = {"attn_logit_softcapping": 1.5, "final_logit_softcapping": 4.0, "query_pre_attn_scalar": 9}
@@ -128,6 +142,25 @@ CONFIGS = {
         **SIZES, **WINDOW, rope_parameters=LOCAL_AND_GLOBAL, layer_types=[SLIDING, FULL, SLIDING]
     ),
     "ernie4_5": Ernie4_5Config(**SIZES, head_dim=16),
+    "deepseek_v2": DeepseekV2Config(
+        **LATENT, q_lora_rank=None, rope_parameters=YARN | {"mscale": 0.7, "mscale_all_dim": 0.8}, n_group=3,
+        topk_group=2, topk_method="group_limited_greedy", routed_scaling_factor=4.0,
+    ),
+    "deepseek_v3": DeepseekV3Config(
+        **LATENT, q_lora_rank=12, first_k_dense_replace=1, n_group=3, topk_group=2, attention_bias=True,
+        rope_parameters=YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}, num_nextn_predict_layers=0,
+    ),
+    "minimax_m2": MiniMaxM2Config(
+        **SIZES, head_dim=16, num_local_experts=5, num_experts_per_tok=2,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    ),
+    "ernie4_5_moe": Ernie4_5_MoeConfig(
+        **SIZES, moe_num_experts=6, moe_k=3, moe_intermediate_size=16, moe_num_shared_experts=2,
+    ),
+    "hunyuan_v1_moe": HunYuanMoEV1Config(
+        **SIZES, head_dim=16, num_experts=5, moe_topk=[2] * 3, rope_parameters=ALPHA,
+    ),
+    "glm4_moe_lite": Glm4MoeLiteConfig(**LATENT, q_lora_rank=12, mlp_layer_types=["sparse", "dense", "sparse"]),
     "hunyuan_v1_dense": HunYuanDenseV1Config(**SIZES, head_dim=16, rope_parameters=ALPHA),
     "qwen3_next": Qwen3NextConfig(
         **SIZES, **MOE, **DELTA, attention_bias=True, shared_expert_intermediate_size=20, mlp_only_layers=[1]
@@ -155,6 +188,29 @@ FEATURES = {
     "glm4_moe, plain": Glm4MoeConfig(
         **SIZES, n_routed_experts=6, num_experts_per_tok=3, moe_intermediate_size=12, norm_topk_prob=False
     ),
+    "deepseek_v3, as Moonlight, pairs of halves": DeepseekV3Config(
+        **LATENT,
+        q_lora_rank=None,
+        rope_interleave=False,
+        attention_bias=True,
+        n_group=1,
+        topk_group=1,
+        tie_word_embeddings=True,
+        num_nextn_predict_layers=0,
+    ),
+    "deepseek_v2, greedy": DeepseekV2Config(**LATENT, q_lora_rank=12, first_k_dense_replace=2, attention_bias=True),
+    "ernie4_5_moe, some layers, nothing shared": Ernie4_5_MoeConfig(
+        **SIZES,
+        moe_num_experts=6,
+        moe_k=2,
+        moe_intermediate_size=16,
+        moe_num_shared_experts=0,
+        moe_layer_start_index=0,
+        moe_layer_end_index=1,
+        moe_layer_interval=2,
+        tie_word_embeddings=False,
+    ),
+    "glm4_moe_lite, plain": Glm4MoeLiteConfig(**LATENT, q_lora_rank=None, norm_topk_prob=False),
     "gemma2, no soft caps": Gemma2Config(
         **SIZES, head_dim=8, attn_logit_softcapping=None, final_logit_softcapping=None, attention_bias=True
     ),
@@ -259,9 +315,9 @@ def test_log_probs_match_transformers(model_folder: tuple[Any, Path]) -> None:
     outputs = run(engine_of(folder), requests)
     assert max(largest_error(model, requests, outputs)) < 1e-5
     # Negative control: one weight of the reference a little off.
-    weight = model.get_parameter(
-        f"model.layers.1.self_attn.{'qkv' if model.config.model_type == 'phi3' else 'k'}_proj.weight"
-    )
+    name = {"phi3": "qkv_proj"}.get(model.config.model_type, "k_proj")
+    name = "kv_b_proj" if hasattr(model.config, "kv_lora_rank") else name
+    weight = model.get_parameter(f"model.layers.1.self_attn.{name}.weight")
     exact = weight[3, 5].item()
     with torch.no_grad():
         weight[3, 5] += 0.5
@@ -291,6 +347,17 @@ def test_family_features_match_transformers(feature: str, tmp_path: Path) -> Non
     requests = mixed_requests()
     outputs = run(engine_of(tmp_path), requests)
     assert max(largest_error(model, requests, outputs)) < 1e-5
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_the_plan_counts_the_numbers_that_the_cache_holds(family: str, tmp_path: Path) -> None:
+    """Of DeepSeek-V3: 20 + 4 numbers of a latent in each of 3 layers."""
+    CONFIGS[family].save_pretrained(tmp_path)
+    shape = read_shape(json.loads((tmp_path / "config.json").read_text()))
+    held = block_bytes(read_architecture(tmp_path), 16, torch.float32)
+    assert held == 16 * token_bytes(parse({"generator": {"dtype": "float32"}}), shape)
+    if family == "deepseek_v3":
+        assert held == 16 * 3 * (20 + 4) * 4
 
 
 def test_short_rotary_factors_limit_the_length_to_the_original_one(tmp_path: Path) -> None:
@@ -585,6 +652,8 @@ def test_non_finite_weights_are_named(qwen2: tuple[Any, Path]) -> None:
         ),
         (CONFIGS["llama"], {"rope_parameters": LINEAR | {"rope_type": "dynamic"}}, "rope type 'dynamic'"),
         (CONFIGS["llama"], {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "factor 0.5"),
+        (CONFIGS["deepseek_v3"], {"head_dim": 8}, "head_dim=8 with qk_rope_head_dim=4"),
+        (CONFIGS["deepseek_v2"], {"topk_group": 1}, "choice of 3 experts in topk_group=1 groups with 2"),
         (CONFIGS["gemma2"], {"hidden_activation": "gelu"}, "hidden_activation 'gelu'"),
         (CONFIGS["gemma3_text"], {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         (CONFIGS["llama"], {"mlp_bias": True}, "mlp_bias"),

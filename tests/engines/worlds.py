@@ -66,8 +66,12 @@ EXPERTS: dict[str, dict[str, Any]] = {
         "routed_scaling_factor": 1.5,
     },
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24, "sliding_window": 6},
+    "minimax_m2": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24},
+    "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 12, "moe_layer_start_index": 0},
+    "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2},
     "deepseek_v3": LATENT,
     "deepseek_v2": LATENT | V2,
+    "glm4_moe_lite": {k: v for k, v in LATENT.items() if k != "first_k_dense_replace"},
 }
 """Sizes of small mixtures of experts."""
 
@@ -86,7 +90,7 @@ def make_model_folder(family: str, folder: Path, **changes: Any) -> Path:
         "tie_word_embeddings": True,
         "initializer_range": 0.2,
     }
-    if family.startswith("deepseek"):  # with a width of its own for every part of a head
+    if "kv_lora_rank" in EXPERTS.get(family, {}):  # with a width of its own for every part of a head
         del settings["head_dim"]
     settings |= EXPERTS.get(family, {})
     if family == "gemma2":  # soft caps and a window small enough to have an effect

@@ -90,7 +90,9 @@ def test_the_comparison_detects_a_wrong_size() -> None:
         assert planned(config | change) != real
 
 
-@pytest.mark.parametrize("architecture", ["qwen2", "qwen3", "qwen3_moe", "llama", "gemma2"])
+@pytest.mark.parametrize(
+    "architecture", ["qwen2", "qwen3", "qwen3_moe", "llama", "gemma2", "gemma3_text", "gpt_oss", "deepseek_v3"]
+)
 def test_planned_shapes_of_the_tiny_model_match_the_made_one(architecture: Any, tmp_path: Path) -> None:
     tiny = TinyModel(architecture=architecture, tie_word_embeddings=architecture != "llama")
     make_tiny_model(tiny, tmp_path / "tiny")

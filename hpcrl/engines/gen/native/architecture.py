@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from hpcrl.models.families import NATIVE, family_of, read_shape, read_vision_of
 from hpcrl.models.mrope import axes_of_pairs
 from hpcrl.models.mtp import num_mtp_layers
 from hpcrl.models.router import ExpertRouter
-from hpcrl.models.shape import CannotPlanError, Decoder, ModelShape
+from hpcrl.models.shape import CannotPlanError, Decoder, Latent, ModelShape
 from hpcrl.models.vision import Vision
 
 
@@ -37,8 +38,12 @@ class Rope:
 
 @dataclass(frozen=True)
 class Architecture:
-    """A decoder of blocks with grouped-query rotary attention or a gated delta rule, and a gated MLP or a mixture of
-    experts."""
+    """A decoder of blocks with rotary attention, grouped-query or latent, or a gated delta rule, and a gated MLP or a
+    mixture of experts.
+
+    With latent attention, all heads read one vector per token (LatentAttention in weights.py), which is cached: one
+    key head, of width head_dim, whose first value_dim numbers are the values.
+    """
 
     decoder: Decoder
     vocab_size: int
@@ -47,6 +52,8 @@ class Architecture:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    value_dim: int  # width of a value head
+    latent: Latent | None  # None: grouped-query attention
     intermediate_size: int
     norm_eps: float
     tied: bool  # the vocabulary projection is the embedding
@@ -58,6 +65,7 @@ class Architecture:
     expert_size: int
     shared_size: int  # width of the shared experts; 0: none
     router: ExpertRouter
+    correction_shape: tuple[int, ...]  # of the router's bias per expert in files
     clamp: tuple[float, float]  # the clamped MLP's limit and the gain of its gate, for decoder.biased_experts
     embedding_scale: float
     attention_scale: float
@@ -89,6 +97,15 @@ class Architecture:
         return tuple(self.recurrent[:i].count(kind) for i, kind in enumerate(self.recurrent))
 
     @property
+    def cached_tensors(self) -> int:
+        """Per layer with attention: keys and values, or the latent vectors, which are both."""
+        return 2 if self.latent is None else 1
+
+    def keys_and_values(self, cached: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys [..., head_dim] and values [..., value_dim] in [cached_tensors, ..., head_dim]."""
+        return cached[0], cached[-1][..., : self.value_dim]
+
+    @property
     def num_gates(self) -> int:
         """Number of q heads whose output has a gate."""
         return self.num_heads if self.decoder.gated_attention else 0
@@ -107,8 +124,10 @@ class Architecture:
         return 2 * len(self.ropes[0].frequencies)
 
     def rotations(self, num_positions: int, device: torch.device) -> list[Tensor]:
-        """For each rope, complex64 [num_positions, head_dim / 2]: each position's factors for pairs of dimensions."""
-        return [rope.rotations(num_positions, self.head_dim // 2, device) for rope in self.ropes]
+        """For each rope, complex64 [num_positions, pairs]: each position's factors for the pairs of dimensions of a
+        head or, with latent attention, of its rotated part."""
+        width = self.head_dim if self.latent is None else self.latent.rope
+        return [rope.rotations(num_positions, width // 2, device) for rope in self.ropes]
 
 
 def read_architecture(path: Path) -> Architecture:
@@ -135,7 +154,7 @@ def read_architecture(path: Path) -> Architecture:
         raise ValueError(
             f"{path}/config.json: {feature} is not implemented by the native generator; use another engine"
         )
-    head_dim = shape.head_dim
+    latent, head_dim = shape.latent, shape.head_dim
     kinds = _layer_types(config, decoder)
     ropes = tuple(dict.fromkeys(_rope(config, kind, shape) for kind in kinds))
     scalar = config.query_pre_attn_scalar if decoder.gemma else head_dim
@@ -146,8 +165,10 @@ def read_architecture(path: Path) -> Architecture:
         hidden_size=config.hidden_size,
         num_layers=config.num_hidden_layers,
         num_heads=shape.num_heads,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=head_dim,
+        num_kv_heads=shape.num_kv_heads if latent is None else 1,
+        head_dim=head_dim if latent is None else latent.rank + latent.rope,
+        value_dim=head_dim if latent is None else latent.rank,
+        latent=latent,
         intermediate_size=shape.intermediate_size,
         norm_eps=config.rms_norm_eps,
         tied=tied,
@@ -159,9 +180,10 @@ def read_architecture(path: Path) -> Architecture:
         expert_size=shape.expert_size,
         shared_size=shape.shared_size,
         router=family.router(config.to_dict()),
+        correction_shape=next((p.shape for p in shape.parameters if p.name.endswith(decoder.correction_name)), ()),
         clamp=(config.swiglu_limit, config.swiglu_alpha) if decoder.biased_experts else (0.0, 0.0),
         embedding_scale=config.hidden_size**0.5 if decoder.gemma else 1.0,
-        attention_scale=scalar**-0.5,
+        attention_scale=scalar**-0.5 * (1.0 if latent is None else _yarn_gain(config.rope_parameters)),
         attention_softcap=config.attn_logit_softcapping if decoder.soft_capped else None,
         logit_softcap=config.final_logit_softcapping if decoder.gemma else None,
         ropes=ropes,
@@ -218,8 +240,17 @@ def _rope(config: Any, layer_type: str, shape: ModelShape) -> Rope:
     elif rope_type != "default":
         frequencies, scale = ROPE_INIT_FUNCTIONS[rope_type](config, torch.device("cpu"), layer_type=kind)
         return Rope(tuple(frequencies.tolist()), scale)
-    rotated = int(shape.head_dim * rope.get("partial_rotary_factor", 1.0))
+    width = shape.head_dim if shape.latent is None else shape.latent.rope
+    rotated = int(width * rope.get("partial_rotary_factor", 1.0))
     return Rope(tuple((1.0 / (theta ** (torch.arange(0, rotated, 2).float() / rotated))).tolist()))
+
+
+def _yarn_gain(rope: dict[str, Any]) -> float:
+    """The factor of latent attention's scores for lengthened contexts, as in DeepSeek-V2 (arXiv 2405.04434)."""
+    gain, factor = rope.get("mscale_all_dim") or 0.0, rope.get("factor", 1.0)
+    if rope.get("rope_type", "default") == "default" or factor <= 1:
+        return 1.0
+    return (0.1 * gain * math.log(factor) + 1.0) ** 2
 
 
 def _max_positions(config: Any) -> int:

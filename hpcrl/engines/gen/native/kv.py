@@ -16,13 +16,15 @@ NO_INDEX = -1
 
 def block_bytes(architecture: Architecture, block_tokens: int, dtype: torch.dtype) -> int:
     """Bytes of a block in all layers."""
-    numbers = 2 * architecture.num_attention_layers * architecture.num_kv_heads * architecture.head_dim
+    numbers = architecture.num_kv_heads * architecture.head_dim
+    numbers *= architecture.cached_tensors * architecture.num_attention_layers
     return numbers * block_tokens * dtype.itemsize
 
 
 class KVCache:
     """Keys and values of blocks: one tensor [2 (k, v), places, kv_heads, block_tokens, head_dim] per layer with
-    attention. A block's place is its index in these tensors.
+    attention, with latent attention [1, places, 1, block_tokens, head_dim]. A block's place is its index in these
+    tensors.
 
     compact() puts blocks with a similar number of readers next to each other, so attention reads each range of places
     (`ranges`) with one batched product and without a copy. All places hold finite numbers, so numbers that do not
@@ -34,7 +36,7 @@ class KVCache:
     ):
         self.block_tokens, self.max_blocks, self._device = block_tokens, max_blocks, device
         self._shape = (architecture.num_kv_heads, block_tokens, architecture.head_dim)
-        layer = torch.zeros(2, 0, *self._shape, dtype=dtype, device=device)
+        layer = torch.zeros(architecture.cached_tensors, 0, *self._shape, dtype=dtype, device=device)
         self.layers = [layer] * architecture.num_attention_layers
         self.clear()
 
@@ -94,7 +96,7 @@ class KVCache:
         source_of[targets] = sources
         index = to_device(torch.from_numpy(source_of), self._device)
         for i, layer in enumerate(self.layers):
-            self.layers[i] = layer.new_zeros(2, capacity, *self._shape)
+            self.layers[i] = layer.new_zeros(len(layer), capacity, *self._shape)
             if len(sources):  # write directly into the new tensor, since indexing would make another copy
                 torch.index_select(layer, 1, index, out=self.layers[i])
 
@@ -105,8 +107,8 @@ class KVCache:
         self._most = now
 
     def write(self, layer: int, places: Tensor, slots: Tensor, kv: Tensor) -> None:
-        """Store `kv` [T, 2, kv_heads, head_dim], the keys and values of T tokens: each at its block's place and at its
-        slot, the position in the block."""
+        """Store `kv` [T, 2 (or 1), kv_heads, head_dim], the keys and values of T tokens: each at its block's place and
+        at its slot, the position in the block."""
         self.layers[layer][:, places, :, slots] = kv
 
     def copy(self, blocks: Sequence[tuple[int, int]]) -> None:

@@ -95,9 +95,9 @@ class DecodeAttention:
         return torch.zeros(unseen.shape, dtype=dtype, device=unseen.device).masked_fill_(unseen, -math.inf)[:, None]
 
     def attend(self, q: Tensor, kv: Tensor, mask: Tensor, arch: Architecture, sinks: Tensor | None = None) -> Tensor:
-        """The attention of `q` [R, heads, head_dim], as [R, heads * head_dim]. `kv` is a layer of the cache; `mask`
+        """The attention of `q` [R, heads, head_dim], as [R, heads * value_dim]. `kv` is a layer of the cache; `mask`
         [R, 1, L] is added to the scores; `sinks` [heads] are Layer.sinks."""
-        (rows, heads, size), (k, v) = q.shape, kv
+        (rows, heads, size), (k, v) = q.shape, arch.keys_and_values(kv)
         num_kv_heads, block = k.shape[1:3]
         group = heads // num_kv_heads
         queries = q.reshape(rows * num_kv_heads, group * size).index_select(0, self.queries).view(-1, size)
@@ -110,7 +110,7 @@ class DecodeAttention:
         if sinks is not None:  # the part of the sum of exponentials that is not the sink's
             probs = probs * (scores.float().logsumexp(-1) - sinks).sigmoid()[..., None]
         parts = self._products(probs.to(v.dtype).view(-1, block).index_select(0, self.by_unit), v)
-        sums = F.embedding_bag(self.bags, parts.view(-1, group * size).float(), self.offsets, mode="sum")
+        sums = F.embedding_bag(self.bags, parts.view(-1, group * arch.value_dim).float(), self.offsets, mode="sum")
         return sums.view(rows, -1).to(q.dtype)
 
     def _products(self, left: Tensor, right: Tensor) -> Tensor:
@@ -162,18 +162,22 @@ class PrefillAttention:
     def attend(
         self, heads: Tensor, kv: Tensor, arch: Architecture, window: int | None, sinks: Tensor | None = None
     ) -> Tensor:
-        """The attention of the new tokens, as [T, heads * head_dim]. `heads` is [T, heads + 2 kv_heads, head_dim], `kv`
-        a layer of the cache, `window` as in Architecture.windows, and `sinks` [heads] are Layer.sinks."""
-        split, size = (arch.num_heads, arch.num_kv_heads, arch.num_kv_heads), heads.shape[-1]
+        """The attention of the new tokens, as [T, heads * value_dim]. `heads` is [T, heads + 2 (or 1) kv_heads,
+        head_dim], `kv` a layer of the cache, `window` as in Architecture.windows, and `sinks` [heads] are
+        Layer.sinks."""
         if self.padded is not None:
             count = self.shape[0] * self.shape[1]
             heads = heads.new_zeros(count, *heads.shape[1:]).index_copy_(0, self.padded, heads)
-        q, k, v = heads.view(*self.shape, -1, size).transpose(1, 2).split(split, 1)
+        by_row = heads.view(*self.shape, *heads.shape[1:]).transpose(1, 2)
+        q, new = by_row[:, : arch.num_heads], by_row[:, arch.num_heads :]
+        new = new.unflatten(1, (-1, arch.num_kv_heads)).transpose(0, 1)
         scale, softcap = arch.attention_scale, arch.attention_softcap
         if self.past is None:  # padding is on the right, so no token attends to it
+            k, v = arch.keys_and_values(new)
             out = causal_attention(q, k, v, scale=scale, window=window, softcap=softcap, sinks=sinks)
         else:
-            k, v = torch.cat((kv[:, self.past].transpose(2, 3).flatten(3, 4), torch.stack((k, v))), dim=3)
+            cached = kv[:, self.past].transpose(2, 3).flatten(3, 4)
+            k, v = arch.keys_and_values(torch.cat((cached, new), dim=3))
             parts = [
                 masked_attention(
                     part, k, v, self._visible(i * QUERY_BLOCK, part.shape[2], k.shape[2], window), scale, softcap, sinks
@@ -181,7 +185,7 @@ class PrefillAttention:
                 for i, part in enumerate(q.split(QUERY_BLOCK, dim=2))
             ]
             out = torch.cat(parts, dim=2)
-        out = out.transpose(1, 2).reshape(-1, arch.num_heads * size)
+        out = out.transpose(1, 2).reshape(-1, arch.num_heads * arch.value_dim)
         return out if self.padded is None else out[self.padded]
 
     def _visible(self, first: int, count: int, num_keys: int, window: int | None) -> Tensor:

@@ -13,10 +13,14 @@ from hpcrl.engines.gen.native.architecture import Architecture
 from hpcrl.engines.gen.native.kv import KVCache
 from hpcrl.engines.gen.native.paged_attention import DecodeAttention, PrefillAttention
 from hpcrl.engines.gen.native.recurrent import PrefillRows, RecurrentStates
-from hpcrl.engines.gen.native.weights import Dense, Experts, FusedWeights, Layer, LowRank
+from hpcrl.engines.gen.native.weights import Dense, Experts, FusedWeights, LatentAttention, Layer, LowRank
 
 LayerAdapters = Mapping[str, Sequence[LowRank]]
 """Layer.adapters."""
+
+
+LATENT_EPS = 1e-6
+"""Of latent attention's norms in transformers, whatever rms_norm_eps is."""
 
 
 class ImageFeatures(NamedTuple):
@@ -42,6 +46,8 @@ class Transformer:
         self._cached_at = architecture.cached_at
         positions = len(rotations[0])
         self._windows = [None if w is None or w >= positions else w for w in architecture.windows]
+        reordered = not weights.shared and architecture.latent is None  # by FusedWeights
+        self._pairs_of_halves = not architecture.decoder.adjacent_pairs and not reordered
         self._gate = _gelu_gated if architecture.decoder.gemma else _silu_gated
         self._expert_gate = self._clamped if architecture.decoder.biased_experts else _silu_gated
         self.routes: list[Tensor] | None = None  # if a list, each layer with experts appends its choices [T, k]
@@ -69,8 +75,8 @@ class Transformer:
                 assert self._states is not None and rows is not None
                 mixed = self._states.prefill(at, layer.delta, projected, rows, a.norm_eps)
             else:
-                heads, gates = self._qkv(layer, projected, rotations[a.rope_of_layer[i]])
-                cache.write(at, adding.places, adding.slots, heads[:, a.num_heads :].unflatten(1, (2, a.num_kv_heads)))
+                heads, gates = self._heads(layer, projected, rotations[a.rope_of_layer[i]])
+                cache.write(at, adding.places, adding.slots, heads[:, a.num_heads :].unflatten(1, (-1, a.num_kv_heads)))
                 if i + 1 == a.num_layers:
                     return
                 mixed = adding.attend(heads, cache.layers[at], a, self._windows[i], layer.sinks)
@@ -108,8 +114,8 @@ class Transformer:
                 assert self._states is not None
                 mixed = self._states.decode(at, layer.delta, projected, a.norm_eps)
             else:
-                heads, gates = self._qkv(layer, projected, rotations[a.rope_of_layer[i]])
-                cache.write(at, places, slots, heads[:num_live, a.num_heads :].unflatten(1, (2, a.num_kv_heads)))
+                heads, gates = self._heads(layer, projected, rotations[a.rope_of_layer[i]])
+                cache.write(at, places, slots, heads[:num_live, a.num_heads :].unflatten(1, (-1, a.num_kv_heads)))
                 mask = masks[self._windows[i]]
                 mixed = decoding.attend(heads[:, : a.num_heads], cache.layers[at], mask, a, layer.sinks)
                 mixed = mixed if gates is None else mixed.mul_(gates)
@@ -138,10 +144,12 @@ class Transformer:
         _adapt(fused, normed, layer.adapters["qkv"])
         return fused if layer.columns is None else fused.index_select(1, layer.columns)
 
-    def _qkv(self, layer: Layer, projected: Tensor, rotations: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Of _projected(): heads [T, heads + 2 kv_heads, head_dim], where q and k are normalised and rotated, and the
-        factors [T, heads * head_dim] of the attention's output, None without gates."""
+    def _heads(self, layer: Layer, projected: Tensor, rotations: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Of _projected(): heads [T, heads + 2 (or 1) kv_heads, head_dim], where q and k are normalised and rotated,
+        and the factors [T, heads * head_dim] of the attention's output, None without gates."""
         a = self._arch
+        if layer.latent is not None:
+            return self._latent_heads(layer.latent, projected, rotations, layer.adapters), None
         gates, heads = projected.view(-1, a.num_gates + a.num_qkv_heads, a.head_dim).split(
             (a.num_gates, a.num_qkv_heads), 1
         )
@@ -152,6 +160,41 @@ class Transformer:
         if layer.qk_norm is not None and a.decoder.qk_norm_last:
             self._norm_heads(qk, layer.qk_norm)
         return heads, gates.flatten(1).sigmoid() if a.num_gates else None
+
+    def _latent_heads(
+        self, matrices: LatentAttention, fused: Tensor, rotations: Tensor, adapters: LayerAdapters
+    ) -> Tensor:
+        """[T, heads + 1, rank + rope]: each head's query for latents, then the latent, of Layer.qkv's product."""
+        a, latent = self._arch, self._arch.latent
+        assert latent is not None
+        q, compressed, rotary_key = fused.split((fused.shape[1] - a.head_dim, latent.rank, latent.rope), dim=1)
+        if matrices.query is not None:
+            narrow = F.rms_norm(q, q.shape[-1:], matrices.query_norm, LATENT_EPS)
+            q = _adapt(narrow @ matrices.query, narrow, adapters["query"])
+        q = q.unflatten(1, (a.num_heads, -1))
+        rotary = torch.cat((q[..., latent.nope :], rotary_key[:, None]), dim=1)
+        self._rotate(rotary, rotations)
+        heads = fused.new_empty(len(fused), a.num_heads + 1, a.head_dim)
+        heads[..., latent.rank :] = rotary
+        heads[:, -1, : latent.rank] = F.rms_norm(compressed, (latent.rank,), matrices.norm, LATENT_EPS)
+        queries = q[..., : latent.nope].transpose(0, 1)
+        found = torch.bmm(queries, matrices.both[:, : latent.nope])
+        for adapter in adapters["both"]:
+            second = adapter.second.unflatten(0, (a.num_heads, -1))[:, : latent.nope]
+            found += adapter.scale * (torch.bmm(queries, second) @ adapter.first)
+        heads[:, :-1, : latent.rank] = found.transpose(0, 1)
+        return heads
+
+    def _latent_values(self, matrices: LatentAttention, attended: Tensor, adapters: LayerAdapters) -> Tensor:
+        """Each head's values [T, heads * value] of its sum of latents, [T, heads * rank]."""
+        a, latent = self._arch, self._arch.latent
+        assert latent is not None
+        sums = attended.unflatten(1, (a.num_heads, latent.rank)).transpose(0, 1)
+        values = torch.bmm(sums, matrices.both[:, latent.nope :].transpose(1, 2))
+        for adapter in adapters["both"]:
+            second = adapter.second.unflatten(0, (a.num_heads, -1))[:, latent.nope :]
+            values += adapter.scale * torch.bmm(sums @ adapter.first.t(), second.transpose(1, 2))
+        return values.transpose(0, 1).flatten(1)
 
     def _norm_heads(self, qk: Tensor, weight: Tensor) -> None:
         """Normalise heads [T, heads + kv_heads, head_dim] in place."""
@@ -164,8 +207,8 @@ class Transformer:
             heads.copy_(self._norm(heads.flatten(1), factors.flatten()).view_as(heads))
 
     def _rotate(self, qk: Tensor, rotations: Tensor) -> None:
-        """Rotate heads [T, heads + kv_heads, head_dim] in place."""
-        if self._weights.shared and not self._arch.decoder.adjacent_pairs:  # pairs have a dimension of each half
+        """Rotate heads [T, heads + kv_heads, head_dim], or latent attention's rotary parts of heads, in place."""
+        if self._pairs_of_halves:
             rotated = self._arch.num_rotated
             halves = qk[..., :rotated].unflatten(-1, (2, -1)).transpose(-1, -2)
             turned = torch.view_as_complex(halves.float().contiguous()).mul(rotations[..., : rotated // 2])
@@ -178,6 +221,8 @@ class Transformer:
 
     def _block(self, layer: Layer, x: Tensor, attended: Tensor) -> Tensor:
         """The part of a block after attention; x [T, H] is overwritten."""
+        if layer.latent is not None:
+            attended = self._latent_values(layer.latent, attended, layer.adapters)
         if layer.attention_post_norm is None:
             _adapt(x.addmm_(attended, layer.out), attended, layer.adapters["out"])
             if layer.out_bias is not None:
@@ -225,13 +270,10 @@ class Transformer:
     def _choose(self, experts: Experts, x: Tensor) -> tuple[Tensor, Tensor]:
         """Each token's experts and their weights, as [T, k] both: float32 weights, then int64 experts."""
         router, top = self._arch.router, self._arch.experts_per_token
-        if router.sigmoid:
-            scores = (x.float() @ experts.router.float()).sigmoid()
-        else:
-            logits = x @ experts.router
-            scores = (logits if experts.router_bias is None else logits + experts.router_bias).softmax(
-                -1, dtype=torch.float32
-            )
+        logits = x.float() @ experts.router.float() if router.float32 else x @ experts.router
+        if experts.router_bias is not None:
+            logits = logits + experts.router_bias
+        scores = logits.float().sigmoid() if router.sigmoid else logits.softmax(-1, dtype=torch.float32)
         ranks = scores if experts.correction is None else scores + experts.correction
         if router.groups > 1:
             grouped = ranks.unflatten(-1, (router.groups, -1))

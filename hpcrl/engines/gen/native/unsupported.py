@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from hpcrl.models.families import family_of
+from hpcrl.models.families import family_of, read_shape
 from hpcrl.models.rope import rope_type, ropes
-from hpcrl.models.shape import decoder_keys
+from hpcrl.models.router import ExpertRouter
+from hpcrl.models.shape import CannotPlanError, decoder_keys
 
 LINEAR = "linear_attention"
 """The type of a layer with a gated delta rule."""
@@ -15,6 +16,21 @@ LINEAR = "linear_attention"
 FIXED_ROPE = ("linear", "llama3", "yarn", "longrope")
 """Kinds of rotary embedding (rope_type), in addition to the default, whose frequencies do not depend on the sequence
 length; for longrope, only up to the model's original length."""
+
+
+def _of_experts(model: Mapping[str, Any], router: ExpertRouter) -> Iterator[str]:
+    if not 1 <= router.chosen_groups <= router.groups:
+        yield f"topk_group={router.chosen_groups} of n_group={router.groups}"
+        return
+    try:
+        shape = read_shape(model)
+    except CannotPlanError:  # reported where the model is checked
+        return
+    most = router.chosen_groups * (shape.num_experts // router.groups)
+    if shape.experts_per_token > most:
+        yield f"the choice of {shape.experts_per_token} experts in topk_group={router.chosen_groups} groups with {most}"
+    if shape.latent is not None and model.get("head_dim", shape.latent.rope) != shape.latent.rope:
+        yield f"head_dim={model['head_dim']} with qk_rope_head_dim={shape.latent.rope}"
 
 
 def unsupported(model: Mapping[str, Any], longest: int = 0) -> Iterator[str]:
@@ -44,9 +60,8 @@ def unsupported(model: Mapping[str, Any], longest: int = 0) -> Iterator[str]:
         yield f"{key} {model[key]!r}"
     if decoder.delta_rule and isinstance(kinds, list) and "full_attention" not in kinds:
         yield "a model without attention"
-    router = family.router(model)
-    if decoder.experts and not 1 <= router.chosen_groups <= router.groups:
-        yield f"topk_group={router.chosen_groups} of n_group={router.groups}"
+    if decoder.experts:
+        yield from _of_experts(model, family.router(model))
     for name in (decoder.mlp_bias_key or "mlp_bias", "use_bidirectional_attention", "quantization_config"):
         if model.get(name):
             yield name

@@ -23,10 +23,13 @@ from torch import Tensor, nn
 from hpcrl.config import LoRAConfig
 from hpcrl.engines.gen.native.architecture import Architecture
 from hpcrl.engines.gen.native.recurrent import Delta
+from hpcrl.models.shape import Latent
 from hpcrl.models.tower import part_of
 from hpcrl.spec.lora import A, B, is_adapter, matches
 
 ALL = slice(None)
+ADAPTED = ("qkv", "query", "both", "out", "gate_up", "down", "shared_gate")
+"""Keys of Layer.adapters."""
 TOWER = "model.visual."
 """The beginning of the names of a vision tower's tensors in transformers' models."""
 
@@ -65,25 +68,38 @@ class LowRank:
 
 
 @dataclass(slots=True)
+class LatentAttention:
+    """Multi-head latent attention (arXiv 2405.04434) in its absorbed form. A token's keys and values of all heads are
+    products with one vector, the latent. So a query times a head's key matrix is a query for latents, and the matrix of
+    values follows the sum of latents."""
+
+    query_norm: Tensor | None  # [query_rank]
+    query: Tensor | None  # [query_rank, heads (nope + rope)]; None: queries have one matrix
+    norm: Tensor  # [rank]
+    both: Tensor  # [heads, nope + value, rank]: a head's key matrix, then its value matrix
+
+
+@dataclass(slots=True)
 class Layer:
     """One block, with attention or a gated delta rule. For attention, `qkv` has the gates of q heads, if any, then q
     heads, then k, then v; for a delta rule, the parts of DeltaSizes.projected, and `out` has its values as inputs."""
 
     attention_norm: Tensor | None  # [H]
     attention_post_norm: Tensor | None  # [H]
-    qkv: Tensor  # [H, (gates + heads + 2 kv_heads) D] or [H, projected]
-    qkv_bias: Tensor | None  # [(gates + heads + 2 kv_heads) D]
+    qkv: Tensor  # [H, (gates + heads + 2 kv_heads) D], [H, projected], or [H, query_rank (all queries) + rank + rope]
+    qkv_bias: Tensor | None  # [(gates + heads + 2 kv_heads) D], latent as above
     columns: Tensor | None  # int64, the order of qkv's columns, if its matrix has the trainer's layout
     qk_norm: Tensor | None  # [heads + kv_heads, D]
     sinks: Tensor | None  # [heads]
     delta: Delta | None
-    out: Tensor  # [heads D, H]
+    latent: LatentAttention | None
+    out: Tensor  # [heads D, H], D the width of a value
     out_bias: Tensor | None  # [H]
     mlp_norm: Tensor | None  # [H]
     mlp_post_norm: Tensor | None  # [H]
     mlp: Dense | Experts
     adapters: dict[str, list[LowRank]]
-    """By matrix: qkv, out, gate_up, down, shared_gate. With experts, gate_up and down are the shared experts'."""
+    """By matrix (ADAPTED). With experts, gate_up and down are the shared experts'."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,8 +310,8 @@ class FusedWeights:
         gemma = a.decoder.gemma
         before, behind = not a.decoder.norms_after, a.decoder.norms_after or gemma
         after = prefix + "post_attention_layernorm.weight"  # after attention only if `behind`
-        adapters: dict[str, list[LowRank]] = {key: [] for key in ("qkv", "out", "gate_up", "down", "shared_gate")}
-        make = self._delta if a.recurrent[index] else self._attention
+        adapters: dict[str, list[LowRank]] = {key: [] for key in ADAPTED}
+        make = self._delta if a.recurrent[index] else self._attention if a.latent is None else self._latent
         return make(
             prefix,
             attention_norm=self._norm(prefix + "input_layernorm.weight") if before else None,
@@ -319,14 +335,13 @@ class FusedWeights:
             qk_norm=self._qk_norm(prefix) if a.decoder.qk_norm else None,
             sinks=self._named(prefix + "sinks", a.num_heads) if a.decoder.sinks else None,
             delta=None,
+            latent=None,
             out=self._matrix(a.num_heads * a.head_dim, a.hidden_size),
             out_bias=self._empty(a.hidden_size) if a.out_bias else None,
             **others,
         )
         adapters = made.adapters
-        self._linear(prefix + "o_proj", made.out, adapters=adapters["out"])
-        if made.out_bias is not None:
-            self._target(prefix + "o_proj.bias", made.out_bias)
+        self._output(prefix, made)
         if a.decoder.joined:
             order = self._rotary_order(a.num_qkv_heads, a.num_qk_heads)
             self._linear(prefix + "qkv_proj", made.qkv, order=order, adapters=adapters["qkv"])
@@ -353,6 +368,47 @@ class FusedWeights:
         inside = torch.arange(size, device=self._device) if order is None else order[:size]
         return torch.cat((rows[:, 1].flatten(), rows[:, 0][:, inside].flatten()))
 
+    def _latent(self, layer: str, **others: Any) -> Layer:
+        """A layer with latent attention, of which `others` are the parts around it."""
+        a, latent, prefix = self._arch, self._arch.latent, layer + "self_attn."
+        assert latent is not None
+        queries = latent.query_rank or a.num_heads * (latent.nope + latent.rope)
+        width = queries + latent.rank + latent.rope
+        made = Layer(
+            qkv=self._matrix(a.hidden_size, width),
+            qkv_bias=self._empty(width) if a.qkv_bias else None,
+            columns=None,
+            qk_norm=None,
+            sinks=None,
+            delta=None,
+            latent=self._latent_matrices(prefix, latent, others["adapters"]),
+            out=self._matrix(a.num_heads * latent.value, a.hidden_size),
+            out_bias=self._empty(a.hidden_size) if a.out_bias else None,
+            **others,
+        )
+        self._output(prefix, made)
+        name = "q_proj" if latent.query_rank is None else "q_a_proj"
+        for which, columns in ((name, slice(queries)), ("kv_a_proj_with_mqa", slice(queries, None))):
+            self._linear(prefix + which, made.qkv, columns, adapters=made.adapters["qkv"])
+            if made.qkv_bias is not None and which != "q_proj":
+                self._target(f"{prefix}{which}.bias", made.qkv_bias[columns])
+        if made.qkv_bias is not None and latent.query_rank is None:
+            made.qkv_bias[:queries] = 0.0  # q_proj has none
+        return made
+
+    def _latent_matrices(self, prefix: str, latent: Latent, adapters: dict[str, list[LowRank]]) -> LatentAttention:
+        a, narrow = self._arch, latent.query_rank
+        found = LatentAttention(
+            query_norm=self._named(prefix + "q_a_layernorm.weight", narrow) if narrow else None,
+            query=self._matrix(narrow, a.num_heads * (latent.nope + latent.rope)) if narrow else None,
+            norm=self._named(prefix + "kv_a_layernorm.weight", latent.rank),
+            both=self._empty(a.num_heads, latent.nope + latent.value, latent.rank),
+        )
+        if found.query is not None:
+            self._linear(prefix + "q_b_proj", found.query, adapters=adapters["query"])
+        self._linear(prefix + "kv_b_proj", found.both.flatten(0, 1).t(), adapters=adapters["both"])
+        return found
+
     def _delta(self, layer: str, **others: Any) -> Layer:
         """A layer with a gated delta rule, of which `others` are the parts around it."""
         a, sizes, prefix = self._arch, self._arch.delta, layer + "linear_attn."
@@ -371,6 +427,7 @@ class FusedWeights:
             qk_norm=None,
             sinks=None,
             delta=delta,
+            latent=None,
             out=self._matrix(sizes.values, a.hidden_size),
             out_bias=None,
             **others,
@@ -392,6 +449,12 @@ class FusedWeights:
             name = f"{prefix}in_proj_{which}"
             self._linear(name, made.qkv, columns, orders[which], adapters=made.adapters["qkv"])
         return made
+
+    def _output(self, prefix: str, layer: Layer) -> None:
+        """Targets of an attention's output projection."""
+        self._linear(prefix + "o_proj", layer.out, adapters=layer.adapters["out"])
+        if layer.out_bias is not None:
+            self._target(prefix + "o_proj.bias", layer.out_bias)
 
     def _qk_norm(self, prefix: str) -> Tensor:
         """[heads + kv_heads, D]: the q norm for each q head, then the k norm."""
@@ -422,11 +485,11 @@ class FusedWeights:
         a, decoder, at = self._arch, self._arch.decoder, layer + "mlp."
         hidden, size, count, router = a.hidden_size, a.expert_size, a.num_experts, f"{at}{decoder.router_name}."
         biased, first, last = decoder.biased_experts, at + "experts.gate_up_proj", at + "experts.down_proj"
-        correction = router + "e_score_correction_bias"
+        correction = at + decoder.correction_name
         mlp = Experts(
             router=self._matrix(hidden, count),
             router_bias=self._named(router + "bias", count) if biased else None,
-            correction=self._named(correction, count, dtype=torch.float32) if a.router.corrected else None,
+            correction=torch.empty(count, device=self._device) if a.router.corrected else None,
             gate_up=self._named(first, count, hidden, 2 * size) if biased else self._matrix(count, hidden, 2 * size),
             gate_up_bias=self._named(first + "_bias", count, 2 * size) if biased else None,
             down=self._named(last, count, size, hidden) if biased else self._matrix(count, size, hidden),
@@ -435,6 +498,8 @@ class FusedWeights:
             shared_gate=self._matrix(hidden, 1) if decoder.shared_gate else None,
         )
         self._target(router + "weight", mlp.router.t())
+        if mlp.correction is not None:
+            self._target(correction, mlp.correction.view(a.correction_shape))
         if mlp.shared_gate is not None:
             self._linear(f"{at}{decoder.shared_name}_gate", mlp.shared_gate, adapters=adapters["shared_gate"])
         if biased:  # equal in files and in memory
@@ -443,6 +508,9 @@ class FusedWeights:
         in_files = layer + files.at
         if files.at != "mlp.":
             self._target(in_files + "gate.weight", mlp.router.t(), parts=(router + "weight",))
+        if mlp.correction is not None and files.correction:
+            bias = mlp.correction.view(a.correction_shape)
+            self._target(in_files + files.correction, bias, parts=(correction,))
         gate_up, down = mlp.gate_up.transpose(1, 2), mlp.down.transpose(1, 2)
         one: dict[str, list[str]] = {}
         for which, rows in (
