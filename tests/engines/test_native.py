@@ -248,7 +248,7 @@ def qwen2(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
     return model, folder
 
 
-@pytest.fixture(scope="module", params=["qwen2", "qwen3_next"])
+@pytest.fixture(scope="module", params=["qwen2", "qwen3_5_text"])
 def either(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
     """With attention only, and with recurrent layers."""
     folder = tmp_path_factory.mktemp(request.param)
