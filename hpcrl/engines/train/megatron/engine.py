@@ -25,6 +25,7 @@ from hpcrl.engines.expert_routes import routes_of
 from hpcrl.engines.train import dcp
 from hpcrl.engines.train.fail_together import agreed
 from hpcrl.engines.train.megatron import checkpoint, cpu
+from hpcrl.engines.train.megatron.adapted_layers import MegatronAdapters
 from hpcrl.engines.train.megatron.export import export
 from hpcrl.engines.train.megatron.gpt_model import (
     Description,
@@ -36,7 +37,6 @@ from hpcrl.engines.train.megatron.gpt_model import (
     initialize_parallel,
     transformer_config,
 )
-from hpcrl.engines.train.megatron.lora import MegatronAdapters
 from hpcrl.engines.train.megatron.optimizer import Optimizer, distribute
 from hpcrl.engines.train.megatron.packing import Packed, pack, padded_lengths
 from hpcrl.engines.train.megatron.replay import ChosenExperts

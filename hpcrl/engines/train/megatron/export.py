@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from hpcrl.engines.hf_folder import FILE_BYTES, INDEX, SINGLE, add_mtp, copy_beside_weights, write_config
-from hpcrl.engines.train.megatron.lora import MegatronAdapters
+from hpcrl.engines.train.megatron.adapted_layers import MegatronAdapters
 from hpcrl.engines.train.megatron.weights import HFWeights
 from hpcrl.models.mtp import MTP
 from hpcrl.system.files import new_folder
