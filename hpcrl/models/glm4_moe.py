@@ -69,5 +69,4 @@ LITE = Family(
     read=_read_lite,
     router=functools.partial(sigmoid_router, scale=1.8),
     native=True,
-    predicts_further="num_nextn_predict_layers",
 )

@@ -203,9 +203,9 @@ class HFWeights:
 
     def held(self) -> Iterator[tuple[Entry, Tensor]]:
         """This rank's parameters and routers' biases, with the second copy of a tied embedding."""
-        for chunk, layers in zip(self._chunks, self._stages[self._place.stage], strict=True):
+        for chunk, layers in zip(self._chunks, self.layers_of_chunks, strict=True):
             for name, tensor in state_of(chunk):
-                yield self._find(self.table, name, layers[0] if layers else 0), tensor
+                yield self.find(self.table, name, layers[0] if layers else 0), tensor
 
     @torch.no_grad()
     def read(self, folder: Path) -> None:
