@@ -7,6 +7,7 @@ pass recomputes attention scores. No kernel computes Gemma 2's scores, so they a
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from hpcrl.config import Config
@@ -14,6 +15,7 @@ from hpcrl.models.shape import ModelShape
 from hpcrl.models.tower import Tower
 from hpcrl.planner.image_memory import image_tokens_of_row, tower_activations, tower_forward
 from hpcrl.planner.layer_memory import LayerMemory, measured_layers
+from hpcrl.planner.memory_parts import BYTES, PlanRow
 
 FP32 = 4
 INDEX = 8
@@ -75,6 +77,14 @@ def measured(shape: ModelShape, tokens: Tokens, num_bytes: int) -> tuple[LayerMe
     """The memory of each layer for one row of the longest sequence; empty if the formulas below are used."""
     dtype = "float32" if num_bytes == FP32 else "bfloat16"
     return () if shape.source is None else measured_layers(shape.source, tokens.longest, dtype)
+
+
+def unmeasured(config: Config, shape: ModelShape) -> Iterator[PlanRow]:
+    """A row if formulas stand for layers that could not be measured."""
+    tokens = Tokens.of(config, 1)
+    if shape.source is not None and not measured(shape, tokens, BYTES[config.trainer.param_dtype]):
+        name = shape.family or "the model"
+        yield "", f"note: layers of {name} did not run on the meta device; memory is that of Llama-like layers"
 
 
 def flowing_bytes(shape: ModelShape, layer: int, tokens: Tokens, num_bytes: int) -> int:

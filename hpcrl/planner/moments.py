@@ -39,6 +39,9 @@ from hpcrl.planner.memory_parts import BYTES, Part, has_gpus
 FIELD_BYTES = 12 * INDEX
 """Bytes per token of ids, positions, indices of packed tokens, and the objective's fields."""
 
+NORM_GRADIENTS = 5
+"""Tensors in fp32, as large as its input, in the backward pass of transformers' RMSNorm, at the square's gradient."""
+
 
 @dataclass(frozen=True)
 class Moment:
@@ -91,6 +94,10 @@ def moments(
     yield Moment(None, "forward", beside_patches | {"activations": everything + normalised})
     yield Moment(None, "forward", beside_patches | {"logits": logits[0]})
     yield Moment(None, "backward", {"activations": everything, "logits": logits[1]})
+    # The final norm has five gradients in fp32; the head's states are freed, and its matrix has a gradient.
+    normalising = NORM_GRADIENTS * FP32 * hidden - tokens.predicted * shape.hidden_size * num_bytes
+    head = shape.vocab_size * shape.hidden_size * num_bytes if logits[1] else 0
+    yield Moment(None, "backward", beside_patches | {"activations": everything + normalising, "logits": head})
 
     scores = {"recomputed scores": recomputed_scores(shape, tokens)}
     whole = [layer_bytes(shape, layer, tokens, num_bytes) + beside.layer for layer in range(shape.num_layers)]

@@ -16,12 +16,13 @@ from hpcrl.launch.model_folder import inspect_model
 from hpcrl.models.families import read_shape
 from hpcrl.models.shape import ModelShape
 from hpcrl.planner import activations
-from hpcrl.planner.activations import Tokens, fsdp2_activations
-from hpcrl.planner.layer_memory import measured_layers
+from hpcrl.planner.activations import Tokens, fsdp2_activations, unmeasured
+from hpcrl.planner.layer_memory import LayerMemory, measured_layers
 from hpcrl.planner.trainer import checkpoint_bytes, trainer_parts
 from tests.engines.architectures import make_folder
 from tests.engines.worlds import FAMILIES, make_model_folder, run_ranks
 from tests.planner.measuring import held_bytes, make_engine, saved_bytes, step_peak
+from tests.planner.models import PUBLISHED
 
 
 def shape_of(folder: Path) -> ModelShape:
@@ -189,6 +190,17 @@ def test_a_step_on_two_ranks_needs_no_more_memory_than_planned(
     assert max(peaks) <= planned + held and planned / max(peaks) <= (1.4 if length == 4 else 1.1)
 
 
+def test_the_plan_says_when_formulas_stand_for_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = parse({})
+    shape = read_shape(PUBLISHED["Llama-3-8B"][0] | {"model_type": "seed_oss"})
+    monkeypatch.setattr(activations, "measured_layers", lambda *_: (LayerMemory(1, 2, 1),))
+    assert list(unmeasured(config, shape)) == []
+    monkeypatch.setattr(activations, "measured_layers", lambda *_: ())
+    ((_, text),) = unmeasured(config, shape)
+    assert text == "note: layers of seed_oss did not run on the meta device; memory is that of Llama-like layers"
+    assert list(unmeasured(config, read_shape(PUBLISHED["Llama-3-8B"][0]))) == []  # which has formulas of its own
+
+
 @pytest.mark.parametrize(
     ("family", "checkpointing"),
     [
@@ -207,3 +219,12 @@ def test_a_step_of_a_measured_family_needs_no_more_memory_than_planned(
     assert len(measured_layers(shape.source, 64, "float32")) == shape.num_layers  # type: ignore[arg-type]
     peak = step_peak(folder, tmp_path, False, 8, 64, **own)
     assert 1.0 <= planned_peak(folder, 1, 8, 64, **own) / peak <= 1.1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["seed_oss", "olmo2"])
+def test_the_final_norms_gradients_are_planned(family: str, tmp_path: Path, world_of_one: None) -> None:
+    """In bfloat16, where the head is small, the peak of a step is in the final norm's backward pass."""
+    folder = make_folder(family, tmp_path / family)
+    peak = step_peak(folder, tmp_path, False, 8, 64, param_dtype="bfloat16")
+    assert 1.0 <= planned_peak(folder, 1, 8, 64, param_dtype="bfloat16") / peak <= 1.1

@@ -9,7 +9,7 @@ from hpcrl.config import Config, Problem
 from hpcrl.engines.train.deepspeed.spec import BUCKET_NUMBERS, DeepSpeedConfig
 from hpcrl.engines.train.deepspeed.traffic import step_traffic
 from hpcrl.models.shape import CannotPlanError, ModelShape
-from hpcrl.planner.activations import FP32, Tokens
+from hpcrl.planner.activations import FP32, Tokens, unmeasured
 from hpcrl.planner.adapters import saved, trained, with_adapters
 from hpcrl.planner.memory_parts import BYTES, PHASES, Change, Part, Phase, PlanRow, samples_of_an_update
 from hpcrl.planner.moments import fullest, moments
@@ -167,6 +167,7 @@ class ZeroPlan:
     def rows(self, config: Config, layout: RoleLayout, shape: ModelShape) -> Iterator[PlanRow]:
         if on_disk := disk_bytes(config, shape, len(layout.ranks["trainer"])):
             yield "on disk", f"{on_disk / 2**30:.1f} GiB per trainer rank in {own(config).nvme_path} on its node"
+        yield from unmeasured(config, shape)
 
 
 PLAN = ZeroPlan()

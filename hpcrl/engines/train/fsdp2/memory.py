@@ -12,7 +12,7 @@ from hpcrl.engines.train.fsdp2.gathered import GatheredState, stays_gathered
 from hpcrl.engines.train.fsdp2.spec import BLOCK, MIN_NUMBERS, FSDP2Config, indivisible_heads, is_unsharded, problem
 from hpcrl.engines.train.fsdp2.traffic import is_for_muon, step_traffic
 from hpcrl.models.shape import CannotPlanError, ModelShape, Parameter
-from hpcrl.planner.activations import FP32, Tokens
+from hpcrl.planner.activations import FP32, Tokens, unmeasured
 from hpcrl.planner.adapters import frozen, saved, trained, with_adapters
 from hpcrl.planner.memory_parts import BYTES, PHASES, Change, Part, Phase, PlanRow, samples_of_an_update
 from hpcrl.planner.moments import Beside, fullest, moments
@@ -240,6 +240,7 @@ class FSDP2Plan:
                 f"copies {own.replicas} x data {data} x context {own.context_parallel} x tensor {own.tensor_parallel} "
                 f"= {ranks} ranks; parameters in {shards} shard(s)",
             )
+        yield from unmeasured(config, shape)
 
 
 PLAN = FSDP2Plan()
