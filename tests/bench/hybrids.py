@@ -1,11 +1,13 @@
-"""A training step of models with recurrent layers: rows packed, and one row at a time. Prints one JSON line.
+"""A training step of models with recurrent layers: rows packed, one row at a time, and as transformers' padded batch.
+Prints one JSON line.
 
     python -m tests.bench.hybrids [--repeats 3] [--only qwen3_next ...] [--tokens 8192] [--width 64]
 
 FSDP2 on one rank and one thread, fp32, with transformers' recurrence in plain torch; four layers, one of them
 attention, micro-batches of at most 4,096 tokens. Rows of 64, of 512, and of 64 to 512 tokens (log-uniform). For every
-model and kind of row: microseconds of CPU time per trained token with packing, the best of the repeats; over_rows, the
-median ratio of the CPU time of one row at a time to it within a repeat.
+model and kind of row: microseconds of CPU time per trained token with packing, the best of the repeats; over_rows and
+over_padded, the median ratios of the CPU time of one row at a time, and of plain transformers with rows padded to the
+micro-batch's longest, to it within a repeat.
 """
 
 from __future__ import annotations
@@ -23,11 +25,15 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.nn.functional import cross_entropy, pad
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from hpcrl.algorithms.interface import Outputs
 from hpcrl.config import TrainerConfig
 from hpcrl.engines.train.fsdp2.engine import FSDP2Engine
 from hpcrl.engines.train.fsdp2.spec import FSDP2Config
+from hpcrl.rollout.batch import Batch, Norms
 from tests.bench.machine import tell
 from tests.engines.worlds import Weighted, make_batch, norms_of
 
@@ -67,11 +73,35 @@ def micro_batches(rows: list[int]) -> list[list[int]]:
     return found
 
 
-def seconds(engine: FSDP2Engine, rows: list[int]) -> float:
+class PaddedTrainer:
+    """Plain transformers on right-padded micro-batches, with torch's AdamW."""
+
+    def __init__(self, folder: Path):
+        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-6)
+
+    def train_step(self, batch: Batch, plan: list[list[int]], objective: Weighted, norms: Norms) -> None:
+        """A step on the micro-batches of `plan`."""
+        for rows in plan:
+            part = batch.select(rows)
+            lengths = part.segment_lengths.tolist()
+            tokens = pad_sequence(part.token_ids.long().split(lengths), batch_first=True)
+            real = torch.arange(tokens.shape[1]) < torch.tensor(lengths)[:, None]
+            logits = self._model(input_ids=tokens, attention_mask=real.long(), use_cache=False).logits
+            logprobs = -cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
+            whole = pad(logprobs.view(len(rows), -1), (1, 0))
+            loss, _ = objective.loss(Outputs(whole[real]), part, norms)
+            loss.backward()
+        torch.nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+
+def seconds(trainer: FSDP2Engine | PaddedTrainer, rows: list[int]) -> float:
     """CPU time of a step."""
     batch, plan = make_batch(rows, num_prompt_tokens=16), micro_batches(rows)
     start = time.process_time()
-    engine.train_step(batch, plan, Weighted(), norms_of(batch))
+    trainer.train_step(batch, plan, Weighted(), norms_of(batch))
     return time.process_time() - start
 
 
@@ -90,19 +120,22 @@ def main() -> None:
             torch.manual_seed(0)
             config = AutoConfig.for_model(name, **sizes(args.width)[name])
             AutoModelForCausalLM.from_config(config).save_pretrained(folder := Path(root) / name)
-            engines = [
+            trainers: list[FSDP2Engine | PaddedTrainer] = [
                 FSDP2Engine(
                     TrainerConfig(), folder, own=FSDP2Config(packing=packing), dtype=torch.float32, total_steps=99
                 )
-                for packing in ("off", "require")
+                for packing in ("require", "off")
             ]
+            trainers.append(PaddedTrainer(folder))
             for kind in ("64", "512", "64_to_512"):
                 rows = lengths(kind, args.tokens)
-                for engine in engines:
-                    seconds(engine, rows[:2])
-                found = [[seconds(engine, rows) for engine in engines] for _ in range(args.repeats)]
-                figures[f"{name}_{kind}_us_per_token"] = round(1e6 * min(own for _, own in found) / sum(rows), 1)
-                figures[f"{name}_{kind}_over_rows"] = round(median(other / own for other, own in found), 2)
+                for trainer in trainers:
+                    seconds(trainer, rows[:2])
+                found = [[seconds(trainer, rows) for trainer in trainers] for _ in range(args.repeats)]
+                figures[f"{name}_{kind}_us_per_token"] = round(1e6 * min(own for own, *_ in found) / sum(rows), 1)
+                for other, against in enumerate(("rows", "padded"), start=1):
+                    ratio = median(turn[other] / turn[0] for turn in found)
+                    figures[f"{name}_{kind}_over_{against}"] = round(ratio, 2)
         dist.destroy_process_group()
     tell({"bench": "hybrids", "width": args.width} | figures)
 
