@@ -21,10 +21,20 @@ class TinyModel(Section):
     """A model created from these sizes with seeded random weights, used if model.path is not given (demos, tests)."""
 
     architecture: Literal[
-        "qwen2", "qwen3", "qwen3_moe", "llama", "gemma2", "gemma3_text", "gpt_oss", "deepseek_v3", "qwen2_5_vl"
+        "qwen2",
+        "qwen3",
+        "qwen3_moe",
+        "qwen3_next",
+        "llama",
+        "gemma2",
+        "gemma3_text",
+        "gpt_oss",
+        "deepseek_v3",
+        "qwen2_5_vl",
     ] = "qwen2"
     """Model family. qwen2_5_vl takes images; its tower has as many layers and heads, and the widths, of the decoder.
-    Each second layer of gemma3_text and gpt_oss has a window of 16 tokens. deepseek_v3 has a first layer without
+    Each second layer of gemma3_text and gpt_oss has a window of 16 tokens, of qwen3_next attention; its other layers
+    have a gated delta rule with as many heads, and all have a shared expert. deepseek_v3 has a first layer without
     experts, a shared expert, and latents of half (queries) and a quarter (keys and values) of hidden_size."""
     vocab_size: Annotated[int, Field(ge=MIN_VOCABULARY, le=1 << 20), NUMBER] = 320
     """Rows of the embedding; the tokenizer is trained to at most this many tokens."""
@@ -41,7 +51,8 @@ class TinyModel(Section):
     intermediate_size: Annotated[int, Field(ge=1, le=1 << 20), NUMBER] = 192
     """Width of the feed-forward layer."""
     num_experts: Annotated[int, Field(ge=1, le=1 << 12), NUMBER] = 4
-    """Experts per layer (qwen3_moe, gpt_oss, deepseek_v3), each of width intermediate_size; a token uses two."""
+    """Experts per layer (qwen3_moe, qwen3_next, gpt_oss, deepseek_v3), each of width intermediate_size; a token uses
+    two."""
     max_position_embeddings: Positive = 4096
     """Maximum sequence length, tokens."""
     tie_word_embeddings: bool = True
@@ -108,12 +119,18 @@ class TinyModel(Section):
             "sliding_window": TINY_WINDOW,
             "layer_types": [("sliding_attention", "full_attention")[i % 2] for i in range(self.num_layers)],
         }
+        experts = {"num_experts": self.num_experts, "moe_intermediate_size": self.intermediate_size}
         match self.architecture:
             case "qwen3":
                 return width
             case "qwen3_moe":
-                experts = {"num_experts": self.num_experts, "moe_intermediate_size": self.intermediate_size}
                 return chosen | experts | {"norm_topk_prob": True}
+            case "qwen3_next":
+                mixers = [("linear_attention", "full_attention")[i % 2] for i in range(self.num_layers)]
+                heads = {"linear_num_key_heads": self.num_kv_heads, "linear_num_value_heads": self.num_heads}
+                sizes = {"linear_key_head_dim": head_dim, "linear_value_head_dim": head_dim}
+                shared = {"shared_expert_intermediate_size": self.intermediate_size}
+                return width | chosen | experts | shared | heads | sizes | {"layer_types": mixers}
             case "gemma2":
                 return width | {"query_pre_attn_scalar": head_dim}
             case "gemma3_text":

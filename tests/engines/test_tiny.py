@@ -13,7 +13,17 @@ from hpcrl.config import TinyModel
 from hpcrl.data.templates import CHATML
 from hpcrl.engines.tiny import make_tiny_model, make_tokenizer
 
-ARCHITECTURES = ("qwen2", "qwen3", "qwen3_moe", "llama", "gemma2", "gemma3_text", "gpt_oss", "deepseek_v3")
+ARCHITECTURES = (
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "qwen3_next",
+    "llama",
+    "gemma2",
+    "gemma3_text",
+    "gpt_oss",
+    "deepseek_v3",
+)
 
 
 def digests(folder: Path) -> dict[str, str]:
