@@ -234,7 +234,7 @@ class NativeEngine:
                 assert weights.tower is not None
                 self._images = Images(self._arch.vision, weights.tower, self._device)
             rotations = self._arch.rotations(self._max_length, self._device)
-            self._model = Transformer(self._arch, weights, rotations, self._states)
+            self._model = Transformer(self._arch, weights, rotations, self._states, self._deterministic)
         if self._images is not None and weights.has_new_tower(kept):
             self._images.forget()
         self.version = version

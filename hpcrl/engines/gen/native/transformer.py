@@ -39,9 +39,12 @@ class Transformer:
         weights: FusedWeights,
         rotations: Sequence[Tensor],
         states: RecurrentStates | None = None,
+        separate_rows: bool = False,
     ):
         """`rotations` come from Architecture.rotations(), for the maximum sequence length. `states` may only be None if
-        no layer is recurrent."""
+        no layer is recurrent. With `separate_rows`, a row's bits in decoding do not depend on the other rows' tokens,
+        only on the number of rows; then all experts compute all rows."""
+        self._separate_rows = separate_rows
         self._arch, self._weights, self._rotations, self._states = architecture, weights, rotations, states
         self._cached_at = architecture.cached_at
         positions = len(rotations[0])
@@ -119,7 +122,7 @@ class Transformer:
                 mask = masks[self._windows[i]]
                 mixed = decoding.attend(heads[:, : a.num_heads], cache.layers[at], mask, a, layer.sinks)
                 mixed = mixed if gates is None else mixed.mul_(gates)
-            x = self._block(layer, x, mixed)
+            x = self._block(layer, x, mixed, self._separate_rows)
         return self._logits(x)
 
     def _embedded(self, ids: Tensor) -> Tensor:
@@ -219,7 +222,7 @@ class Transformer:
         if pairs is not qk:
             qk.copy_(pairs)
 
-    def _block(self, layer: Layer, x: Tensor, attended: Tensor) -> Tensor:
+    def _block(self, layer: Layer, x: Tensor, attended: Tensor, separate_rows: bool = False) -> Tensor:
         """The part of a block after attention; x [T, H] is overwritten."""
         if layer.latent is not None:
             attended = self._latent_values(layer.latent, attended, layer.adapters)
@@ -232,7 +235,7 @@ class Transformer:
             x.add_(self._norm(result, layer.attention_post_norm))
         normed = x if layer.mlp_norm is None else self._norm(x, layer.mlp_norm)
         if not isinstance(layer.mlp, Dense):
-            return x.add_(self._mixture(layer.mlp, normed, layer.adapters))
+            return x.add_(self._mixture(layer.mlp, normed, layer.adapters, separate_rows))
         inner = self._inner(layer.mlp, normed, layer.adapters)
         if layer.mlp_post_norm is None:
             return _adapt(x.addmm_(inner, layer.mlp.down), inner, layer.adapters["down"])
@@ -241,24 +244,14 @@ class Transformer:
     def _inner(self, mlp: Dense, x: Tensor, adapters: LayerAdapters) -> Tensor:
         return self._gate(_adapt(x @ mlp.gate_up, x, adapters["gate_up"]))
 
-    def _mixture(self, experts: Experts, x: Tensor, adapters: LayerAdapters) -> Tensor:
+    def _mixture(self, experts: Experts, x: Tensor, adapters: LayerAdapters, separate_rows: bool) -> Tensor:
         """Weighted sum [T, H] of the outputs of each token's chosen experts, and of the shared experts. The host does
         not wait for the choices."""
-        top = self._arch.experts_per_token
         shares, chosen = self._choose(experts, x)
         if self.routes is not None:
             self.routes.append(chosen)
-        sorted_choices, order = chosen.flatten().sort(stable=True)
-        every = torch.arange(self._arch.num_experts, device=x.device)
-        ends = torch.searchsorted(sorted_choices, every, right=True, out_int32=True)
-        results = F.grouped_mm(x[order // top], experts.gate_up, offs=ends)
-        if experts.gate_up_bias is not None:
-            results += experts.gate_up_bias[sorted_choices]
-        results = F.grouped_mm(self._expert_gate(results), experts.down, offs=ends)
-        if experts.down_bias is not None:
-            results += experts.down_bias[sorted_choices]
-        by_token = results[order.argsort()].unflatten(0, (-1, top))
-        total = torch.bmm(shares[:, None].to(x.dtype), by_token)[:, 0]
+        outputs = (self._of_all_experts if separate_rows else self._of_chosen_experts)(experts, x, chosen)
+        total = torch.bmm(shares[:, None].to(x.dtype), outputs)[:, 0]
         if experts.shared is None:
             return total
         inner = self._inner(experts.shared, x, adapters)
@@ -266,6 +259,29 @@ class Transformer:
         if experts.shared_gate is not None:
             shared *= _adapt(x @ experts.shared_gate, x, adapters["shared_gate"]).sigmoid()
         return total.add_(shared)
+
+    def _of_chosen_experts(self, experts: Experts, x: Tensor, chosen: Tensor) -> Tensor:
+        """The outputs [T, k, H] of the experts `chosen`, int64 [T, k]. Each expert computes its tokens together."""
+        sorted_choices, order = chosen.flatten().sort(stable=True)
+        every = torch.arange(self._arch.num_experts, device=x.device)
+        ends = torch.searchsorted(sorted_choices, every, right=True, out_int32=True)
+        results = F.grouped_mm(x[order // chosen.shape[1]], experts.gate_up, offs=ends)
+        if experts.gate_up_bias is not None:
+            results += experts.gate_up_bias[sorted_choices]
+        results = F.grouped_mm(self._expert_gate(results), experts.down, offs=ends)
+        if experts.down_bias is not None:
+            results += experts.down_bias[sorted_choices]
+        return results[order.argsort()].unflatten(0, chosen.shape)
+
+    def _of_all_experts(self, experts: Experts, x: Tensor, chosen: Tensor) -> Tensor:
+        """The same, but every expert computes all tokens, so products have equal sizes whatever the others choose."""
+        results = torch.matmul(x, experts.gate_up)
+        if experts.gate_up_bias is not None:
+            results += experts.gate_up_bias[:, None]
+        results = torch.bmm(self._expert_gate(results), experts.down)
+        if experts.down_bias is not None:
+            results += experts.down_bias[:, None]
+        return results[chosen, torch.arange(len(x), device=x.device)[:, None]]
 
     def _choose(self, experts: Experts, x: Tensor) -> tuple[Tensor, Tensor]:
         """Each token's experts and their weights, as [T, k] both: float32 weights, then int64 experts."""
