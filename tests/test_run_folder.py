@@ -381,6 +381,17 @@ def test_another_training_engine_may_continue_a_run(tmp_path: Path) -> None:
             check_run(changed(trainer=other), run, "auto")
 
 
+def test_another_engine_of_one_role_frees_no_key_of_the_other(tmp_path: Path) -> None:
+    """The critic's move leaves the policy's section as it is, and does not need an engine for the policy's adapters."""
+    run = tmp_path / "demo"
+    adapters = {"engine": "fsdp2", "lora": {"rank": 8}}
+    close_run(run, open_run(changed(trainer=adapters), run, "auto").attempt)
+    moved = changed(trainer=adapters, critic={"engine": "megatron"})
+    assert check_run(moved, run, "auto").changes == ['critic.engine: null -> "megatron"']
+    with pytest.raises(ConfigError, match=r"trainer.fsdp2.aux_loss: 0.0 -> 0.1"):
+        check_run(changed(trainer=adapters | {"fsdp2": {"aux_loss": 0.1}}, critic={"engine": "megatron"}), run, "auto")
+
+
 @pytest.mark.parametrize(
     ("trainer", "engine", "why"),
     [

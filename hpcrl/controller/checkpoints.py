@@ -325,7 +325,8 @@ def _world(config: Config, layout: RoleLayout) -> dict[str, Any]:
     ranks: dict[str, Any] = {f"{role} ranks": list(ranks) for role, ranks in layout.ranks.items()}
     for role, division in layout.divisions.items():
         ranks[_sharing(role)] = len(division.groups[0])
-    return ranks | {key: functools.reduce(lambda at, name: at[name], key.split("."), values) for key in keys}
+    found = {key: functools.reduce(lambda at, name: at[name], key.split("."), values) for key in keys}
+    return ranks | found | {"critic.engine": config.critic_engine}
 
 
 def _sharing(role: str) -> str:
@@ -337,6 +338,8 @@ def _moved(before: dict[str, Any], now: dict[str, Any]) -> str:
     # Defaults for keys that earlier versions did not write.
     defaults: dict[str, Any] = dict.fromkeys(map(_sharing, ROLES), 1) | {f"{role} ranks": [] for role in ROLES}
     before = defaults | {key: now[key] for key in ENGINE_KEYS if key in now} | with_new_keys(before)
+    if before.get("critic.engine") is None:  # an earlier version, and the critic has the policy's engine
+        before["critic.engine"] = before.get("trainer.engine")
     keys = [key for key in now if before.get(key) != now[key]]
     return ", ".join(f"{key} {_shown(before.get(key))} (now {_shown(now[key])})" for key in keys)
 

@@ -60,7 +60,7 @@ def _stored_by_own_layers(entry: Entry, config: Mapping[str, Any]) -> str:
 
 class TrainerWeights:
     """HF tensors from a checkpoint of an engine that uses transformers' names, such as fsdp2. ValueError if FileNames
-    does not support the family, or if the checkpoint has only adapters."""
+    does not support the family."""
 
     PREFIX = "model.hf."
 
@@ -69,11 +69,6 @@ class TrainerWeights:
             names = FileNames(config.get("model_type"))
         except ValueError as error:
             raise ValueError(f"{checkpoint.folder}: {error}; use the exported model in the run's folder hf") from error
-        if any(is_adapter(name) for name in checkpoint.tensors):
-            raise ValueError(
-                f"{checkpoint.folder} has only adapters (trainer.lora); use the exported model in the run's folder "
-                "hf, into which they are merged"
-            )
         self._checkpoint = checkpoint
         self.values = f"{self.PREFIX}{VALUE_HEAD}.weight" in checkpoint.tensors
         self.shapes: dict[str, tuple[int, ...]] = {}
@@ -200,8 +195,14 @@ class _Slices:
 
 
 def opened(folder: Path, config: Mapping[str, Any]) -> TensorSource:
-    """The HF tensors of the checkpoint in a folder. ValueError if it is damaged or does not match `config`."""
+    """The HF tensors of the checkpoint in a folder. ValueError if it is damaged, has only adapters, or does not match
+    `config`."""
     checkpoint = ShardedCheckpoint(folder)
+    if any(is_adapter(name) for name in checkpoint.tensors):
+        raise ValueError(
+            f"{folder} has only adapters (trainer.lora); use the exported model in the run's folder hf, into which "
+            "they are merged"
+        )
     if megatron_prefix(checkpoint) is not None:
         return MegatronWeights(checkpoint, config)
     if any(name.startswith(TrainerWeights.PREFIX) for name in checkpoint.tensors):

@@ -258,7 +258,7 @@ def _cache(layer: Any, kv_heads: int) -> LayerCache:
             width = module.out_features if _is_linear(module) else module.nf  # GPT-2's linear layers are transposed
             keys += _keys_of(width, layer, kv_heads)
         elif type(module).__name__ == "Conv1d":
-            convolved += module.weight.shape[0] * module.weight.shape[-1]
+            convolved += module.weight.shape[0] * (module.weight.shape[-1] - 1)
         state = max(state, _state(module))
     return LayerCache(keys, latents, state, convolved)
 

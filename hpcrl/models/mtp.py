@@ -11,7 +11,8 @@ MTP = Literal["keep", "drop"]
 KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules", "num_mtp_layers", "n_mtp_layers")
 """Keys of config.json, or of its text_config, with the number of MTP layers: of DeepSeek-V3, GLM-4.5, MiMo, ERNIE 4.5
 and Nemotron-H; of Qwen3.5; of MiniMax-M2; of others. Qwen3-Next has no such key."""
-_OWN_NAME = re.compile(r"(?:^|\.)mtp[._]")
+OWN_NAME = re.compile(r"(?:^|\.)mtp[._]")
+"""Names of MTP layers that do not continue the numbers of the others."""
 _LAYER = re.compile(r"(?:model\.|language_model\.){0,2}layers\.(\d+)\.")
 
 
@@ -36,7 +37,7 @@ def mtp_names(config: Mapping[str, Any], names: Iterable[str]) -> list[str]:
 
     def is_mtp(name: str) -> bool:
         layer = _LAYER.match(name)
-        return bool(_OWN_NAME.search(name)) or (layer is not None and int(layer[1]) in further)
+        return bool(OWN_NAME.search(name)) or (layer is not None and int(layer[1]) in further)
 
     return [name for name in names if is_mtp(name)]
 

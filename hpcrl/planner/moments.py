@@ -97,7 +97,7 @@ def moments(
     # The final norm has five gradients in fp32; the head's states are freed, and its matrix has a gradient.
     normalising = NORM_GRADIENTS * FP32 * hidden - tokens.predicted * shape.hidden_size * num_bytes
     head = shape.vocab_size * shape.hidden_size * num_bytes if logits[1] else 0
-    yield Moment(None, "backward", beside_patches | {"activations": everything + normalising, "logits": head})
+    yield Moment(None, "backward", {"activations": everything + normalising, "logits": head})
 
     scores = {"recomputed scores": recomputed_scores(shape, tokens)}
     whole = [layer_bytes(shape, layer, tokens, num_bytes) + beside.layer for layer in range(shape.num_layers)]

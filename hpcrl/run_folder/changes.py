@@ -115,25 +115,27 @@ def permitted_changes(config: Mapping[str, Any], folder: Path) -> list[str]:
 
 
 def _of_engines(stored: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[list[str], str]:
-    """(sections of training engines that may differ because a role has another engine than before, why the new engine
-    cannot take over the old engine's state); empty without another engine, or an obstacle."""
-    pairs = list(zip(_engines(stored), _engines(new), strict=True))
-    changed = dict.fromkeys(name for pair in pairs if pair[0] != pair[1] for name in pair if name)
+    """(sections of training engines that may differ because no role keeps that engine, why a new engine cannot take
+    over the old engine's state); empty without another engine, or an obstacle."""
+    before, now = _engines(stored), _engines(new)
+    changed = [role for role in now if before[role] != now[role]]
     if not changed:
         return [], ""
     trainer = stored.get("trainer") or {}
     optimizer, rank = trainer.get("optimizer", "adamw"), (trainer.get("lora") or {}).get("rank", 0)
+    kept = {now[role] for role in now if role not in changed}
     obstacles, sections = [], []
-    for name in changed:
+    for name in dict.fromkeys(engine for role in changed for engine in (before[role], now[role]) if engine):
         try:
             spec = TRAIN_ENGINES[name]
         except SpecError as error:
             obstacles.append(str(error))
             continue
-        sections.append(f"trainer.{spec.name if ':' in name else name}")
+        if name not in kept:
+            sections.append(f"trainer.{spec.name if ':' in name else name}")
         if not spec.exchanges_state:
             obstacles.append(f"{name} exchanges no checkpoints with other engines")
-        elif rank and not spec.exchanges_adapters:
+        elif rank and not spec.exchanges_adapters and name in (before["trainer"], now["trainer"]):
             obstacles.append(f"the run trains adapters (trainer.lora.rank={rank}), which {name} does not exchange")
     if optimizer != "adamw":
         obstacles.append(
@@ -142,10 +144,10 @@ def _of_engines(stored: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[list
     return sections, "; ".join(obstacles)
 
 
-def _engines(config: Mapping[str, Any]) -> tuple[str, str]:
+def _engines(config: Mapping[str, Any]) -> dict[str, str]:
     """The engines of trainer and critic; empty if the configuration does not say."""
     trainer = str((config.get("trainer") or {}).get("engine") or "")
-    return trainer, str((config.get("critic") or {}).get("engine") or trainer)
+    return {"trainer": trainer, "critic": str((config.get("critic") or {}).get("engine") or trainer)}
 
 
 def is_below(key: str, keys: Iterable[str]) -> bool:

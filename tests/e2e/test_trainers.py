@@ -106,7 +106,7 @@ def test_each_step_by_another_engine_matches_fsdp2(runs: Runs) -> None:
         text = runs.start("switched", *TRAINERS[engine], f"max_steps={steps}")
         assert f"resumed from step_{steps - 1:06}" in text
         assert f'trainer.engine: "{before}" -> "{engine}"' in text
-        assert "by another trainer.engine: weights and optimizer are taken over, random state is not" in text
+        assert "by another training engine: weights and optimizer are taken over, random state is not" in text
     check_same(runs, "switched")
 
 

@@ -74,7 +74,7 @@ DELTA = {
 }  # fmt: skip
 SAMPLE = {
     "megatron": ("gpt_oss", "glm4_moe", "deepseek_v3"),
-    "native": ("qwen3_moe", "gemma2", "gpt_oss", "glm4_moe", "qwen3_next"),
+    "native": ("qwen3_moe", "gemma2", "gpt_oss", "glm4_moe"),
 }
 
 

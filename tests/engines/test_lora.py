@@ -410,7 +410,10 @@ def native(folder: Path) -> NativeEngine:
 @pytest.mark.parametrize("shared", [False, True], ids=["apart", "in one process"])
 @pytest.mark.parametrize(
     "family",
-    ["qwen2", "qwen3_moe", "gemma2", "phi3", "qwen2_moe", "glm4_moe", "gpt_oss", "deepseek_v3", "hunyuan_v1_moe"],
+    [
+        *("qwen2", "qwen3_moe", "gemma2", "phi3", "qwen2_moe", "glm4_moe", "gpt_oss", "deepseek_v3", "hunyuan_v1_moe"),
+        *("qwen3_next", "qwen3_5_text"),
+    ],
 )
 def test_the_native_generator_has_the_log_probs_of_the_trainer(
     family: str, shared: bool, tmp_path: Path, world_of_one: None

@@ -45,8 +45,8 @@ def check_loads(folder: Path, model: Path) -> None:
         assert sorted(json.loads(index.read_text())["weight_map"]) == sorted(names)
     tokens = torch.arange(1, 12)[None]
     found, expected = (AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in (folder, model))
-    with torch.no_grad():
-        assert torch.equal(found(tokens).logits, expected(tokens).logits)
+    with torch.no_grad():  # bits depend on where the files' tensors lie in memory
+        torch.testing.assert_close(found(tokens).logits, expected(tokens).logits, atol=1e-5, rtol=1e-5)
 
 
 KINDS: dict[str, str | None] = {

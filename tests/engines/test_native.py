@@ -66,6 +66,7 @@ from hpcrl.models.families import read_shape
 from hpcrl.planner.generator import token_bytes
 from hpcrl.rollout.types import FinishReason
 from tests.conftest import ROOT
+from tests.engines.mtp import add_mtp_layers
 
 pytestmark = pytest.mark.numerics
 
@@ -590,6 +591,23 @@ def test_deterministic_bits_do_not_depend_on_earlier_requests(either: tuple[Any,
     fresh, used = (engine_of(folder, max_num_seqs=5, deterministic=True) for _ in range(2))
     run(used, [Request(i, prompt_of(50 + i, 60), SamplingParams(60), seed=i) for i in range(8)])
     assert calls(fresh) == calls(used) == calls(used)
+
+
+@pytest.mark.parametrize(
+    ("family", "key"),
+    [
+        ("ernie4_5_moe", None),
+        ("qwen3_next", None),
+        ("qwen3_5_text", "mtp_num_hidden_layers"),
+        ("deepseek_v3", "num_nextn_predict_layers"),
+    ],
+)
+def test_layers_that_predict_further_tokens_are_left_out(family: str, key: str | None, tmp_path: Path) -> None:
+    (model := make_model(CONFIGS[family])).save_pretrained(tmp_path)
+    add_mtp_layers(tmp_path, key)
+    requests = mixed_requests()[:2]
+    outputs = run(engine_of(tmp_path, max_length=96), requests)
+    assert largest_error(model, requests, outputs)[0] < 1e-5
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3_5_text", "qwen3_moe", "gpt_oss", "deepseek_v3"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from hpcrl.engines.gen.native.blocks import Blocks, Match
 from hpcrl.engines.gen.native.engine import NativeEngine
 from hpcrl.engines.gen.native.memory import cache
 from hpcrl.models.families import read_shape
+from hpcrl.planner.generator import state_bytes
 from tests.engines.test_native import CONFIGS, engine_of, largest_error, make_model, mixed_requests, prompt_of, run
 from tests.engines.test_native_cache import BLOCK, budget, counting, group
 from tests.planner.test_memory import run as run_config
@@ -132,8 +134,10 @@ def test_states_have_the_planned_memory_and_free_it(folder: tuple[Any, Path]) ->
     run(engine, mixed_requests(4))
     allocated = sum(states.nbytes for states in (engine._states._recurrent, engine._states._convolved))
     assert allocated == 2 * 4 * sum(engine._arch.recurrent) * engine._arch.delta.state_bytes(torch.float32)
-    blocks = sum(layer.nbytes for layer in engine._cache.layers)
-    assert blocks > 0 and allocated + blocks < cache(config, shape)[0]
+    assert allocated == 2 * 4 * state_bytes(config, shape)
+    stateless = tuple(dataclasses.replace(each, state=0, convolved=0) for each in shape.caches)
+    without = dataclasses.replace(shape, caches=stateless)
+    assert cache(config, shape)[0] == cache(config, without)[0] + allocated
     engine.sleep()
     assert engine._states._recurrent.nbytes == engine._states._convolved.nbytes == 0
 

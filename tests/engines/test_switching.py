@@ -80,6 +80,7 @@ CASES = {
         trainer={"param_dtype": "bfloat16"},
     ),
 }
+LONG = ("biases of routers", "bfloat16")
 
 
 def make(
@@ -161,14 +162,14 @@ def switch_all(case: str, model: Path, scratch: Path) -> list[str]:
             warned = resumed.load(saved)
             assert resumed.optimizer_step == 2
             if "megatron" in (first, then):
-                assert "by another trainer.engine: weights and optimizer are taken over, random" in warned[0]
+                assert "by another training engine: weights and optimizer are taken over, random" in warned[0]
             loaded = contents(save(resumed, scratch / f"{first}.{then}"), model)
             if different := differing(loaded, state):
                 problems.append(f"{case}: {first} -> {then} loads other {different}")
             train(resumed, 2)
             after = contents(save(resumed, scratch / f"{first}.{then}.next"), model)
             for found in (after, wanted):
-                for name in [name for name in found if name[0].endswith(BIAS)]:  # only Megatron updates it
+                for name in [name for name in found if name[0].endswith(BIAS)]:  # updated by the first engine's own key
                     del found[name]
             different = differing(after, wanted, tolerance)
             if different:
@@ -180,7 +181,9 @@ def switch_all(case: str, model: Path, scratch: Path) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(name, marks=pytest.mark.soak) if name in LONG else name for name in CASES]
+)
 def test_every_engine_resumes_from_every_other(case: str, tmp_path: Path) -> None:
     family = CASES[case]
     model = make_model_folder(family.family, tmp_path / "model", **family.model)

@@ -64,7 +64,7 @@ def restore(
     step, num_ranks = stored["optimizer_step"], stored["num_ranks"]
     if of_other_engine:
         return step, [
-            f"checkpoint {folder} was written by another trainer.engine: weights and optimizer are taken over, random "
+            f"checkpoint {folder} was written by another training engine: weights and optimizer are taken over, random "
             "state is not"
         ]
     if num_ranks != dist.get_world_size():

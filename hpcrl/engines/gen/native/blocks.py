@@ -162,7 +162,7 @@ class Blocks:
         """A place for the state after these tokens, which were inserted; None if it is kept already, if there are no
         recurrent layers, or if no other state can be dropped: one that is not in `pinned`, least recently used first.
         `expected` means that a later request will continue from it, until use_state(); for other states, such a state
-        is not dropped."""
+        is only dropped if more than half are expected, since an episode's last one is not used."""
         if not self._num_states or not len(tokens):
             return None
         at, size = self._root, self.block_tokens
@@ -172,7 +172,9 @@ class Blocks:
             return None
         if not self._free_states:
             others = [state for state in self._states if state not in pinned]
-            worst = next((state for state in others if state not in self._expected), others[0] if expected else None)
+            worst = next((state for state in others if state not in self._expected), None)
+            if worst is None and others and (expected or 2 * len(self._expected) > len(self._states)):
+                worst = others[0]
             if worst is None:
                 return None
             self._drop_state(self._states[worst])

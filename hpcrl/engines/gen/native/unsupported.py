@@ -29,7 +29,7 @@ def _of_experts(model: Mapping[str, Any], router: ExpertRouter) -> Iterator[str]
     most = router.chosen_groups * (shape.num_experts // router.groups)
     if shape.experts_per_token > most:
         yield f"the choice of {shape.experts_per_token} experts in topk_group={router.chosen_groups} groups with {most}"
-    if shape.latent is not None and model.get("head_dim", shape.latent.rope) != shape.latent.rope:
+    if shape.latent is not None and (model.get("head_dim") or shape.latent.rope) != shape.latent.rope:
         yield f"head_dim={model['head_dim']} with qk_rope_head_dim={shape.latent.rope}"
 
 

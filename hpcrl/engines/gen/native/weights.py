@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from hpcrl.config import LoRAConfig
 from hpcrl.engines.gen.native.architecture import Architecture
 from hpcrl.engines.gen.native.recurrent import Delta
+from hpcrl.models.mtp import OWN_NAME
 from hpcrl.models.shape import Latent
 from hpcrl.models.tower import part_of
 from hpcrl.spec.lora import A, B, is_adapter, matches
@@ -136,8 +137,7 @@ class FusedWeights:
         self._float32_head, self.shared = float32_head and dtype != torch.float32, shared
         self._targets: dict[str, _Target] = {}
         first, count = architecture.num_layers, architecture.further_layers
-        further = (f"{architecture.decoder_prefix}layers.{i}." for i in range(first, first + count))
-        self._unused = ("mtp.", *further)
+        self._further = tuple(f"{architecture.decoder_prefix}layers.{i}." for i in range(first, first + count))
         rotated = architecture.num_rotated
         self._interleaved = torch.arange(architecture.head_dim, device=device)
         self._interleaved[:rotated] = torch.arange(rotated, device=device).view(2, rotated // 2).t().flatten()
@@ -225,7 +225,7 @@ class FusedWeights:
     def _accept(self, name: str, tensor: Tensor) -> tuple[_Target | None, tuple[str, ...]]:
         """The destination of the tensor and the required names that it provides."""
         # Old Llama checkpoints have frequencies, which are derived from the config here.
-        if name.endswith("rotary_emb.inv_freq") or name.startswith(self._unused):
+        if name.endswith("rotary_emb.inv_freq") or name.startswith(self._further) or OWN_NAME.search(name):
             return None, ()
         target = self._targets.get(name if self.tower is None else _in_memory(name))
         if target is None:

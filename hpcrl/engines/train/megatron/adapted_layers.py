@@ -75,7 +75,7 @@ class _Pair(nn.Module):
         return self.scale * second
 
 
-class LowRank(nn.Module):
+class AdapterPair(nn.Module):
     """The adapters of one Megatron layer, by the last parts of transformers' names.
 
     Args:
@@ -207,7 +207,7 @@ class MegatronAdapters:
             pair = _Pair(down, up, self._config.scale_of(module), sources if copies else None, places)
             pairs[module.rpartition(".")[2]] = pair
         owner = chunk.get_submodule(name.rpartition(".")[0])
-        owner.adapters = LowRank(pairs, matrix.shape[0], entry.split, sequence_parallel)
+        owner.adapters = AdapterPair(pairs, matrix.shape[0], entry.split, sequence_parallel)
         wrapper = self._with_gate if name.endswith(GATE) else self._forward
         owner.forward = functools.partial(wrapper, owner, owner.forward)
 
