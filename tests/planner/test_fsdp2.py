@@ -26,7 +26,7 @@ from hpcrl.planner.trainer import checkpoint_bytes, trainer_parts
 from tests.engines.architectures import make_folder, tiny_config
 from tests.engines.worlds import FAMILIES, make_model_folder, run_ranks
 from tests.planner.measuring import held_bytes, make_engine, saved_bytes, step_peak
-from tests.planner.models import PUBLISHED
+from tests.planner.models import PUBLISHED, published
 
 
 def shape_of(folder: Path) -> ModelShape:
@@ -208,7 +208,7 @@ def test_a_step_on_two_ranks_needs_no_more_memory_than_planned(
 
 def test_the_plan_says_when_formulas_stand_for_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     config = parse({})
-    shape = read_shape(PUBLISHED["Seed-OSS-36B"][0] | {"num_hidden_layers": 1})
+    shape = read_shape(published("seed_oss", 5120, 1, 80, 8, 27648, 155136, head_dim=128))
     monkeypatch.setattr(activations, "measured_layers", lambda *_: (LayerMemory(1, 2, 1),))
     assert list(unmeasured(config, shape)) == []
     monkeypatch.setattr(activations, "measured_layers", lambda *_: ())
