@@ -189,6 +189,7 @@ def _lacks(model: Mapping[str, Any]) -> Iterator[str]:
 
 FAMILY = Family(
     model_types=("deepseek_v3",),
+    measured_layers=True,
     decoder=DECODER,
     read=read_shape,
     router=functools.partial(sigmoid_router, scale=2.5, groups=8, chosen_groups=4),

@@ -226,7 +226,7 @@ def _splits(model: Any) -> Iterator[tuple[nn.Parameter, ParameterSplit]]:
             yield from ((parameter, "vocabulary") for parameter in own.values())
         elif type(module).__name__.endswith("Experts"):
             yield from ((parameter, "expert") for parameter in own.values() if parameter.ndim > 1)
-        elif _is_linear(module) and (way := _way(name, plan)) is not None:
+        elif _is_linear(module) and module.out_features > 1 and (way := _way(name, plan)) is not None:
             yield own["weight"], way
             if "bias" in own and way != "row":
                 yield own["bias"], way

@@ -12,4 +12,5 @@ GEMMA3 = Family(
     model_types=("gemma3_text",),
     decoder=Decoder(reads_bias=True, gemma=True, qk_norm=True, windows="by layer", head_dim=256),
     native=True,
+    measured_layers=True,
 )

@@ -15,7 +15,7 @@ from hpcrl.models.shape import ModelShape
 from hpcrl.models.tower import Tower
 from hpcrl.planner.image_memory import image_tokens_of_row, tower_activations, tower_forward
 from hpcrl.planner.layer_memory import LayerMemory, measured_layers
-from hpcrl.planner.memory_parts import BYTES, PlanRow
+from hpcrl.planner.memory_parts import BYTES, PlanRow, has_gpus
 
 FP32 = 4
 INDEX = 8
@@ -55,9 +55,10 @@ class Tokens:
         return Tokens(-(-self.total // num_ranks), -(-self.predicted // num_ranks), self.longest, self.of_images)
 
 
-def fsdp2_activations(shape: ModelShape, tokens: Tokens, num_bytes: int, checkpointing: bool) -> int:
+def fsdp2_activations(shape: ModelShape, tokens: Tokens, num_bytes: int, checkpointing: bool, gpu: bool = True) -> int:
     """Bytes kept for the backward pass of one micro-batch, with num_bytes bytes per number in the compute dtype. With
-    activation checkpointing, each layer keeps only its input."""
+    activation checkpointing, each layer keeps only its input. gpu: whether layers are computed on one, here and
+    below."""
     hidden = shape.hidden_size
     outside = positions_bytes(shape, tokens, num_bytes)
     outside += tokens.total * _norm(shape, hidden, num_bytes)
@@ -65,7 +66,7 @@ def fsdp2_activations(shape: ModelShape, tokens: Tokens, num_bytes: int, checkpo
     outside += tower_activations(shape.tower, tokens.of_images, num_bytes, checkpointing)
     if checkpointing:
         return outside + shape.num_layers * tokens.total * hidden * num_bytes
-    return outside + sum(layer_bytes(shape, layer, tokens, num_bytes) for layer in range(shape.num_layers))
+    return outside + sum(layer_bytes(shape, layer, tokens, num_bytes, gpu) for layer in range(shape.num_layers))
 
 
 def positions_bytes(shape: ModelShape, tokens: Tokens, num_bytes: int) -> int:
@@ -73,24 +74,25 @@ def positions_bytes(shape: ModelShape, tokens: Tokens, num_bytes: int) -> int:
     return tokens.total * (2 * shape.head_dim * num_bytes + INDEX)
 
 
-def measured(shape: ModelShape, tokens: Tokens, num_bytes: int) -> tuple[LayerMemory, ...]:
+def measured(shape: ModelShape, tokens: Tokens, num_bytes: int, gpu: bool = True) -> tuple[LayerMemory, ...]:
     """The memory of each layer for one row of the longest sequence; empty if the formulas below are used."""
     dtype = "float32" if num_bytes == FP32 else "bfloat16"
-    return () if shape.source is None else measured_layers(shape.source, tokens.longest, dtype)
+    return () if shape.source is None else measured_layers(shape.source, tokens.longest, dtype, gpu)
 
 
 def unmeasured(config: Config, shape: ModelShape) -> Iterator[PlanRow]:
     """A row if formulas stand for layers that could not be measured."""
     tokens = Tokens.of(config, 1)
-    if shape.source is not None and not measured(shape, tokens, BYTES[config.trainer.param_dtype]):
+    gpu = has_gpus(config, ("trainer",))
+    if shape.source is not None and not measured(shape, tokens, BYTES[config.trainer.param_dtype], gpu):
         name = shape.family or "the model"
         yield "", f"note: layers of {name} did not run on the meta device; memory is that of Llama-like layers"
 
 
-def flowing_bytes(shape: ModelShape, layer: int, tokens: Tokens, num_bytes: int) -> int:
+def flowing_bytes(shape: ModelShape, layer: int, tokens: Tokens, num_bytes: int, gpu: bool = True) -> int:
     """Bytes of the gradients in a layer's backward pass: of its result, and of two of its widest tensors; or what is
     measured beyond layer_bytes()."""
-    if memory := measured(shape, tokens, num_bytes):
+    if memory := measured(shape, tokens, num_bytes, gpu):
         return tokens.of_rows(max(0, memory[layer].computing - memory[layer].kept))
     return tokens.total * (shape.hidden_size + 2 * _widest(shape)) * num_bytes
 
@@ -101,11 +103,11 @@ def recomputed_scores(shape: ModelShape, tokens: Tokens) -> int:
     return 4 * FP32 * tokens.total * shape.num_heads * block if shape.decoder.soft_capped else 0
 
 
-def forward_only(shape: ModelShape, tokens: Tokens, num_bytes: int) -> int:
+def forward_only(shape: ModelShape, tokens: Tokens, num_bytes: int, gpu: bool = True) -> int:
     """Peak bytes of one layer if nothing is kept for a backward pass."""
-    if memory := measured(shape, tokens, num_bytes):
+    if memory := measured(shape, tokens, num_bytes, gpu):
         return tokens.of_rows(max(layer.forward for layer in memory))
-    layer = max(layer_bytes(shape, layer, tokens, num_bytes) for layer in range(shape.num_layers))
+    layer = max(layer_bytes(shape, layer, tokens, num_bytes, gpu) for layer in range(shape.num_layers))
     layer += 2 * tokens.total * shape.hidden_size * num_bytes
     return max(layer, tower_forward(shape.tower, tokens.of_images, num_bytes))
 
@@ -121,9 +123,9 @@ def _norm(shape: ModelShape, size: int, num_bytes: int) -> int:
     return size * (FP32 + (FP32 if shape.decoder.gemma else num_bytes)) + FP32
 
 
-def layer_bytes(shape: ModelShape, layer: int, tokens: Tokens, num_bytes: int) -> int:
+def layer_bytes(shape: ModelShape, layer: int, tokens: Tokens, num_bytes: int, gpu: bool = True) -> int:
     """Bytes that autograd saves in a layer."""
-    if memory := measured(shape, tokens, num_bytes):
+    if memory := measured(shape, tokens, num_bytes, gpu):
         return tokens.of_rows(memory[layer].kept)
     hidden, query, key = shape.hidden_size, shape.query_size, shape.key_size
     kept = (4 if shape.decoder.gemma else 2) * _norm(shape, hidden, num_bytes)

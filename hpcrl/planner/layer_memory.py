@@ -1,8 +1,9 @@
 """Bytes that each layer of a model keeps for its backward pass and holds at once, measured on torch's meta device.
 
 One layer of each kind runs forward and backward at the model's true widths, without memory. Attention stands for a
-kernel that keeps queries, keys, values, its result and a scale for each query. All other operations are transformers'
-own, so layers with plain recurrences keep what these keep.
+kernel that keeps queries, keys, values, its result and a scale for each query. CPUs have none for values of another
+width than keys (latent attention), where torch's own operations keep the scores. All other operations are
+transformers' own, so layers with plain recurrences keep what these keep.
 """
 
 from __future__ import annotations
@@ -16,9 +17,12 @@ from itertools import accumulate
 from typing import Any, cast
 
 from hpcrl.models.from_transformers import decoder_layers, empty_model, quiet
-from hpcrl.models.shape import ModelSource
+from hpcrl.models.shape import CannotPlanError, ModelSource
 
-ATTENTION = "hpcrl_measured"
+ATTENTION = {True: "hpcrl_measured_gpu", False: "hpcrl_measured_cpu"}
+"""Names of attention in transformers' interface, by whether it runs on a GPU."""
+ROWS = 2
+"""Rows of a measured batch: with one, operations return views that are copies with several."""
 
 
 @dataclass(frozen=True)
@@ -37,16 +41,22 @@ class LayerMemory:
 
 
 @functools.lru_cache(maxsize=64)
-def measured_layers(source: ModelSource, length: int, dtype: str) -> tuple[LayerMemory, ...]:
-    """Of each layer, for one row of this length; empty if the model's code does not run on the meta device."""
+def measured_layers(source: ModelSource, length: int, dtype: str, gpu: bool = True) -> tuple[LayerMemory, ...]:
+    """Of each layer, for one row of this length among several; empty if the model's code does not run on the meta
+    device. gpu: whether the layers are computed on one."""
     # Attention with a mask, such as over an indexer's choice of keys, runs as the model's code does without kernels.
-    return _measured_with(source, length, dtype, ATTENTION) or _measured_with(source, length, dtype, "eager")
+    return _measured_with(source, length, dtype, ATTENTION[gpu]) or _measured_with(source, length, dtype, "eager")
 
 
 def _measured_with(source: ModelSource, length: int, dtype: str, attention: str) -> tuple[LayerMemory, ...]:
-    import torch
+    try:
+        import torch
 
-    model = empty_model(source, dtype)
+        model = empty_model(source, "float32")  # engines convert parameters and not buffers
+    except (ImportError, CannotPlanError):
+        return ()
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(getattr(torch, dtype))
     _register_attention()
     _, layers = decoder_layers(model)
     found: list[LayerMemory] = []
@@ -59,7 +69,7 @@ def _measured_with(source: ModelSource, length: int, dtype: str, attention: str)
         model.set_attn_implementation(attention)
         with quiet(), _any_grouped_products(), torch.device("meta"):
             decoder = model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
-            decoder.eval()(input_ids=torch.zeros(1, length, dtype=torch.int64), use_cache=False)
+            decoder.eval()(input_ids=torch.zeros(ROWS, length, dtype=torch.int64), use_cache=False)
     except Exception:  # from the model's own code, such as a choice that depends on values
         return ()
     return tuple(found) if len(found) == len(layers) else ()
@@ -121,10 +131,8 @@ def _trained(
         hook.remove()
     input_bytes = hidden.untyped_storage().nbytes()
     detached = tuple(each.detach() for each in result) if isinstance(result, tuple) else result.detach()
-    return (
-        LayerMemory(num_bytes, storages.most + input_bytes * saves_input, alone + input_bytes),
-        detached,
-    )
+    of_rows = (num_bytes, storages.most + input_bytes * saves_input, alone + input_bytes)
+    return LayerMemory(*(-(-each // ROWS) for each in of_rows)), detached
 
 
 def _tensors(value: Any) -> list[Any]:
@@ -221,7 +229,16 @@ def _register_attention() -> None:
             grads = [torch.empty_like(x) for x in (q, k, v)]
             return tuple(x.clone() for x in grads)
 
-    def attend(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **_: Any) -> tuple[Any, None]:
+    def with_kernel(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **_: Any) -> tuple[Any, None]:
         return Attention.apply(query, key, value), None
 
-    AttentionInterface.register(ATTENTION, attend)
+    def on_cpu(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **_: Any) -> tuple[Any, None]:
+        if value.shape[-1] == query.shape[-1]:
+            return with_kernel(module, query, key, value, attention_mask)
+        q, k, v = (x.transpose(1, 2).clone().transpose(1, 2) for x in (query, key, value))
+        gqa = q.shape[1] != k.shape[1]
+        result = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=gqa)
+        return result.transpose(1, 2).clone(), None
+
+    AttentionInterface.register(ATTENTION[True], with_kernel)
+    AttentionInterface.register(ATTENTION[False], on_cpu)

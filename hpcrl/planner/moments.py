@@ -81,11 +81,12 @@ def moments(
     logits."""
     trainer, beside = config.trainer, beside or Beside()
     num_bytes, tower, images = BYTES[trainer.param_dtype], shape.tower, tokens.of_images
+    gpu = has_gpus(config, ("trainer",))
     hidden = tokens.total * shape.hidden_size
     outside = tokens.total * FIELD_BYTES + beside.outside
-    everything = fsdp2_activations(shape, tokens, num_bytes, checkpointing) + outside
+    everything = fsdp2_activations(shape, tokens, num_bytes, checkpointing, gpu) + outside
     everything += 0 if checkpointing else shape.num_layers * beside.layer
-    logits, gpu = [0, 0], has_gpus(config, ("trainer",))
+    logits = [0, 0]
     if not any(parameter.name.startswith("score.") for parameter in shape.parameters):
         sizes = (shape, tokens, trainer.logits_chunk_tokens, num_bytes, bool(trainer.head_dtype))
         logits = [forward_logits_bytes(*sizes), logits_bytes(*sizes, gpu=gpu)]
@@ -100,14 +101,14 @@ def moments(
     yield Moment(None, "backward", {"activations": everything + normalising, "logits": head})
 
     scores = {"recomputed scores": recomputed_scores(shape, tokens)}
-    whole = [layer_bytes(shape, layer, tokens, num_bytes) + beside.layer for layer in range(shape.num_layers)]
+    whole = [layer_bytes(shape, layer, tokens, num_bytes, gpu) + beside.layer for layer in range(shape.num_layers)]
     kept = [hidden * num_bytes] * shape.num_layers if checkpointing else whole
     outside += positions_bytes(shape, tokens, num_bytes)
     outside += tower_activations(tower, images, num_bytes, checkpointing)
     left = outside + sum(kept)
     shared = hidden * FP32 if num_bytes == FP32 else 0  # RMSNorm's input in fp32 is the layer's
     for layer in reversed(range(shape.num_layers)):
-        flowing = flowing_bytes(shape, layer, tokens, num_bytes)
+        flowing = flowing_bytes(shape, layer, tokens, num_bytes, gpu)
         parts = _computing(left, whole[layer] - shared, flowing, checkpointing)
         yield Moment(("layer", layer), "backward", parts | scores)
         left -= kept[layer]

@@ -15,7 +15,7 @@ from hpcrl.models.families import shape_of
 from hpcrl.models.shape import CannotPlanError, ModelShape, Parameter
 from hpcrl.planner.activations import Tokens, forward_logits_bytes, forward_only
 from hpcrl.planner.image_memory import with_row_tokens
-from hpcrl.planner.memory_parts import BYTES, PHASES, Change, Part, Phase, PlanRow, samples_of_a_step
+from hpcrl.planner.memory_parts import BYTES, PHASES, Change, Part, Phase, PlanRow, has_gpus, samples_of_a_step
 from hpcrl.planner.traffic import Sent, StepWork
 from hpcrl.spec.table import load
 from hpcrl.spec.tables import TRAIN_ENGINES
@@ -110,10 +110,11 @@ def forward_parts(
     tokens = Tokens.of(config, -(-samples * sharing // num_ranks), shape.tower).shared(sharing)
     chunk, in_float32 = config.trainer.logits_chunk_tokens, bool(config.trainer.head_dtype)
     logits = forward_logits_bytes(shape, tokens, chunk, compute, in_float32)
+    activations = forward_only(shape, tokens, compute, has_gpus(config, ("reference",)))
     return [
         Part("reference", "weights", weights, PHASES, on_host),
         Part("reference", "gathered weights", gathered, ("reference",)),
-        Part("reference", "activations", forward_only(shape, tokens, compute), ("reference",)),
+        Part("reference", "activations", activations, ("reference",)),
         Part("reference", "logits", logits, ("reference",)),
     ]
 

@@ -11,18 +11,22 @@ from hpcrl.config import parse
 from hpcrl.engines import blocked_attention
 from hpcrl.engines.train.fsdp2 import engine, gathered, logits
 from hpcrl.engines.train.fsdp2 import memory as fsdp2
+from hpcrl.engines.train.fsdp2.exchange import Axis
+from hpcrl.engines.train.fsdp2.row_mixers import mixers_of
 from hpcrl.engines.train.fsdp2.spec import FSDP2Config
+from hpcrl.engines.train.fsdp2.tensor_parallel import TensorParallel
 from hpcrl.launch.model_folder import inspect_model
 from hpcrl.models.families import read_shape
+from hpcrl.models.from_transformers import empty_model, source_of
 from hpcrl.models.shape import ModelShape
 from hpcrl.planner import activations
 from hpcrl.planner.activations import Tokens, fsdp2_activations, unmeasured
 from hpcrl.planner.layer_memory import LayerMemory, measured_layers
 from hpcrl.planner.trainer import checkpoint_bytes, trainer_parts
-from tests.engines.architectures import make_folder
+from tests.engines.architectures import make_folder, tiny_config
 from tests.engines.worlds import FAMILIES, make_model_folder, run_ranks
 from tests.planner.measuring import held_bytes, make_engine, saved_bytes, step_peak
-from tests.planner.models import PUBLISHED
+from tests.planner.models import PUBLISHED, published
 
 
 def shape_of(folder: Path) -> ModelShape:
@@ -109,6 +113,18 @@ def test_two_ranks_hold_exactly_the_planned_bytes(family: str, tmp_path: Path) -
     assert planned <= written <= planned + header * 2 * 4 * len(shape.parameters)
 
 
+@pytest.mark.parametrize("family", ["nemotron_h", "qwen3_next", "falcon_h1", "lfm2", "jamba"])
+def test_recurrent_mixers_are_planned_whole_on_tensor_parallel_ranks(family: str) -> None:
+    content = tiny_config(family).to_dict()
+    planned = fsdp2.shape_of_rank(FSDP2Config(tensor_parallel=2), read_shape(content))
+    hf = empty_model(source_of(content))
+    mixers = tuple(f"{name}." for name in mixers_of(hf))
+    TensorParallel(hf, Axis(size=2))
+    held = {name: tuple(parameter.shape) for name, parameter in hf.named_parameters()}
+    parts = {parameter.name: parameter.shape for parameter in planned.parameters if parameter.name in held}
+    assert mixers and parts == {name: held[name] for name in parts} and parts.keys() == held.keys()
+
+
 WIDTHS: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 160, "num_attention_heads": 4, "head_dim": 24}
 
 
@@ -192,7 +208,7 @@ def test_a_step_on_two_ranks_needs_no_more_memory_than_planned(
 
 def test_the_plan_says_when_formulas_stand_for_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     config = parse({})
-    shape = read_shape(PUBLISHED["Seed-OSS-36B"][0] | {"num_hidden_layers": 1})
+    shape = read_shape(published("seed_oss", 5120, 1, 80, 8, 27648, 155136, head_dim=128))
     monkeypatch.setattr(activations, "measured_layers", lambda *_: (LayerMemory(1, 2, 1),))
     assert list(unmeasured(config, shape)) == []
     monkeypatch.setattr(activations, "measured_layers", lambda *_: ())
@@ -217,6 +233,31 @@ def test_a_step_of_a_measured_family_needs_no_more_memory_than_planned(
     folder = make_folder(family, tmp_path / family)
     shape, own = shape_of(folder), {"activation_checkpointing": checkpointing}
     assert len(measured_layers(shape.source, 64, "float32")) == shape.num_layers  # type: ignore[arg-type]
+    peak = step_peak(folder, tmp_path, False, 8, 64, **own)
+    assert 1.0 <= planned_peak(folder, 1, 8, 64, **own) / peak <= 1.1
+
+
+@pytest.mark.parametrize(
+    ("family", "compute", "checkpointing"),
+    [
+        pytest.param("gemma3_text", "float32", True, marks=pytest.mark.slow),
+        pytest.param("gemma3_text", "bfloat16", True, marks=pytest.mark.soak),
+        pytest.param("deepseek_v3", "float32", False, marks=pytest.mark.soak),
+        pytest.param("deepseek_v3", "float32", True, marks=pytest.mark.soak),
+        pytest.param("deepseek_v3", "bfloat16", False, marks=pytest.mark.soak),
+        pytest.param("deepseek_v2", "float32", False, marks=pytest.mark.soak),
+        pytest.param("deepseek_v2", "bfloat16", False, marks=pytest.mark.soak),
+        pytest.param("deepseek_v2", "bfloat16", True, marks=pytest.mark.soak),
+        pytest.param("qwen3_next", "float32", False, marks=pytest.mark.soak),
+        pytest.param("qwen3_next", "float32", True, marks=pytest.mark.soak),
+    ],
+)
+def test_a_step_with_other_attention_or_recurrences_needs_no_more_memory_than_planned(
+    family: str, compute: str, checkpointing: bool, tmp_path: Path, world_of_one: None
+) -> None:
+    """Gemma 3's norms, scores of latent attention that CPUs keep, and recurrences over several rows are planned."""
+    own = {"activation_checkpointing": checkpointing, "param_dtype": compute}
+    folder = make_folder(family, tmp_path / family)
     peak = step_peak(folder, tmp_path, False, 8, 64, **own)
     assert 1.0 <= planned_peak(folder, 1, 8, 64, **own) / peak <= 1.1
 

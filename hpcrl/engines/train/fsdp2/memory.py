@@ -4,6 +4,7 @@ parameters has them unsharded. With tensor parallelism, a rank has its part of e
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 
 from hpcrl.cluster.layout import RoleLayout
@@ -12,7 +13,8 @@ from hpcrl.engines.train.fsdp2.gathered import GatheredState, stays_gathered
 from hpcrl.engines.train.fsdp2.spec import BLOCK, MIN_NUMBERS, FSDP2Config, indivisible_heads, is_unsharded, problem
 from hpcrl.engines.train.fsdp2.traffic import is_for_muon, step_traffic
 from hpcrl.engines.train.router_keys import without_routers
-from hpcrl.models.shape import CannotPlanError, ModelShape, Parameter
+from hpcrl.models.from_transformers import empty_model
+from hpcrl.models.shape import CannotPlanError, ModelShape, ModelSource, Parameter
 from hpcrl.planner.activations import FP32, Tokens, unmeasured
 from hpcrl.planner.adapters import frozen, saved, trained, with_adapters
 from hpcrl.planner.memory_parts import BYTES, PHASES, Change, Part, Phase, PlanRow, samples_of_an_update
@@ -147,11 +149,25 @@ def _gathered_to_publish(config: Config, shape: ModelShape) -> int:
     return part.num_parameters * compute * at_once + 2 * PLAN.largest_tensor(trained(config, shape)) * wire
 
 
+@functools.lru_cache(maxsize=8)
+def _of_mixers(source: ModelSource) -> frozenset[str]:
+    """Parameters of recurrent mixers and of attention that runs row by row, which tensor-parallel ranks hold whole."""
+    from hpcrl.engines.train.fsdp2.row_mixers import mixers_of
+
+    model = empty_model(source)
+    inside = {id(parameter) for mixer in mixers_of(model).values() for parameter in mixer.parameters()}
+    return frozenset(name for name, parameter in model.named_parameters() if id(parameter) in inside)
+
+
 def shape_of_rank(own: FSDP2Config, shape: ModelShape) -> ModelShape:
     """The model with one tensor parallel rank's parameters."""
+    if own.tensor_parallel == 1:
+        return shape
+    whole = frozenset() if shape.source is None else _of_mixers(shape.source)
 
     def part(parameter: Parameter) -> Parameter:
-        if (dim := {"column": 0, "key": 0, "expert": 0, "row": 1}.get(parameter.split)) is None:
+        dim = {"column": 0, "key": 0, "expert": 0, "row": 1}.get(parameter.split)
+        if dim is None or parameter.name in whole:
             return parameter
         sizes = list(parameter.shape)
         sizes[dim] //= own.tensor_parallel
