@@ -321,7 +321,7 @@ def test_consequences_of_an_unreadable_value_are_not_reported() -> None:
         ),
         (
             ["model.tiny.architecture=qwen3_next", "model.tiny.num_layers=1"],
-            "model.tiny.num_layers: 1, but only each second layer of qwen3_next has attention; use 2",
+            "model.tiny.num_layers: 1, but qwen3_next has attention in each second layer; use 2",
         ),
         (["model.tiny.hidden_size=20"], "model.tiny.hidden_size: 20 must be a multiple of"),
         (

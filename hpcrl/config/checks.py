@@ -391,9 +391,7 @@ def _model(config: Config) -> Iterator[Problem]:
         text = f"model.tiny.num_experts: {tiny.num_experts}, but routers of deepseek_v3 choose two; use 2 or more"
         yield Problem((*at, "num_experts"), text, ((*at, "architecture"),))
     if tiny.architecture == "qwen3_next" and tiny.num_layers < 2:
-        text = (
-            f"model.tiny.num_layers: {tiny.num_layers}, but only each second layer of qwen3_next has attention; use 2"
-        )
+        text = f"model.tiny.num_layers: {tiny.num_layers}, but qwen3_next has attention in each second layer; use 2"
         yield Problem((*at, "num_layers"), text, ((*at, "architecture"),))
     yield from check_family(config, tiny.architecture, (*at, "architecture"))
     yield from check_trainable(config, {"model_type": tiny.architecture}, (*at, "architecture"))

