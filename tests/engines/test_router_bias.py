@@ -171,3 +171,32 @@ def test_fsdp2_moves_biases_by_the_load(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=r"trainer\.fsdp2\.expert_bias_rate: .*mlp.gate has no bias of experts"):
             make_fsdp2(make_model_folder("qwen3_moe", tmp_path / "other"), expert_bias_rate=RATE)
     run_ranks(2, check_fsdp2, folder, wanted, FSDP2_ON_TWO, tmp_path)
+
+
+def check_zero(folder: Path, before: dict[str, Tensor], to: Path) -> None:
+    from hpcrl.engines.train.deepspeed.engine import ZeroEngine
+    from hpcrl.engines.train.deepspeed.spec import DeepSpeedConfig
+
+    for stage in (1, 3):
+        config = TrainerConfig(engine="deepspeed", param_dtype="bfloat16", lr=1e-2, logits_chunk_tokens=8)
+        own = DeepSpeedConfig(zero_stage=stage)
+        engine = ZeroEngine(config, folder, zero=own, dtype=torch.bfloat16, total_steps=8)
+        published = dict(engine.named_weights())
+        kinds = {shards.name: shards.dtype for shards in engine.weight_layout()}
+        assert kinds == {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in published.items()}
+        assert {kinds[name] for name in kinds.keys() - before.keys()} == {"bfloat16"}
+        assert all(torch.equal(published[name], bias) for name, bias in before.items()), "rounded or not published"
+        assert [tensor.dtype for tensor in engine.local_shards()] == [t.dtype for t in published.values()]
+        engine.export_hf(to / f"zero{stage}")
+        exported = load_file(to / f"zero{stage}" / "model.safetensors")
+        assert all(torch.equal(exported[name], bias) for name, bias in before.items())
+
+
+@pytest.mark.slow
+def test_deepspeed_publishes_biases_in_float32(tmp_path: Path) -> None:
+    folder = make_model_folder("glm4_moe", tmp_path / "model", first_k_dense_replace=0, moe_intermediate_size=16)
+    stored = load_file(folder / "model.safetensors")
+    before = {name: tensor for name, tensor in stored.items() if name.endswith("e_score_correction_bias")}
+    assert len(before) == 2 and all(tensor.dtype == torch.float32 for tensor in before.values())
+    with process_group(0, 1, str(tmp_path / "world")):
+        check_zero(folder, before, tmp_path)
