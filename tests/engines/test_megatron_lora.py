@@ -233,3 +233,18 @@ def test_splits_match_one_rank(splits: dict[str, list[dict[str, Any]]], tmp_path
                 assert far(load_file(tmp_path / f"{family} {split}.hf" / name), one) < 2e-5, (family, split)
     with pytest.raises(ValueError, match=r"this run trains whole models \(trainer\.lora\.rank=0\)"):
         engine(tmp_path / "qwen2", lora=LoRAConfig()).load(tmp_path / "qwen2.state")
+
+
+def test_adapters_stay_with_their_engine(tmp_path: Path, world_of_one: None) -> None:
+    folder = make_model_folder("qwen2", tmp_path / "model")
+    mine, theirs = engine(folder), fsdp2(folder)
+    for trainer, name in ((mine, "mine"), (theirs, "theirs")):
+        (tmp_path / name).mkdir()
+        write_files(tmp_path / name, trainer.snapshot())
+    for trainer, name, why in (
+        (mine, "theirs", "adapters are in another engine's format; resume it with the trainer.engine that wrote it"),
+        (theirs, "mine", "it has only adapters; resume it with trainer.engine=megatron"),
+    ):
+        with pytest.raises(ValueError, match=why) as refused:
+            trainer.load(tmp_path / name)
+        assert str(refused.value).startswith(f"checkpoint {tmp_path / name}: ") and "\n" not in str(refused.value)
