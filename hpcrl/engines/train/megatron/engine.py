@@ -144,7 +144,7 @@ class MegatronEngine:
             self.replay = ChosenExperts(chunks, layers, self._split()[2], part)
             self.routing.append(self.replay)
         self.router_losses = None
-        if trainable and self.description.shape.expert_layers:
+        if trainable and self.description.shape.expert_layers and self.lora is None and not values:
             self.router_losses = MegatronRouterLosses(chunks, self.own, self._split()[2], part)
             self.routing.append(self.router_losses)
         self.router_bias = None
