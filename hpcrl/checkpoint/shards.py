@@ -75,6 +75,12 @@ STORAGES = {
     "BFloat16Storage": torch.bfloat16,
     "HalfStorage": torch.float16,
     "DoubleStorage": torch.float64,
+    "LongStorage": torch.int64,
+    "IntStorage": torch.int32,
+    "ShortStorage": torch.int16,
+    "CharStorage": torch.int8,
+    "ByteStorage": torch.uint8,
+    "BoolStorage": torch.bool,
 }
 BLOCK_BYTES = 1 << 20
 MAX_PICKLE_BYTES = 1 << 20

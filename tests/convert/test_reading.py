@@ -16,10 +16,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from hpcrl.checkpoint.commit import Facts, begin, commit, seal_files
+from hpcrl.checkpoint.shards import STORAGES, ShardedCheckpoint
 from hpcrl.convert import streaming
 from hpcrl.convert.__main__ import main
 from hpcrl.convert.outputs import hf_files, output_dtypes
@@ -238,6 +240,7 @@ def test_a_killed_conversion_resumes(megatron: Path, tmp_path: Path, monkeypatch
     words = ["--checkpoint", str(megatron), "--output", str(tmp_path / "hf"), "--shard-gb", "2e-6", "--threads", "1"]
     program = f"""
 import os, signal
+from hpcrl.checkpoint.shards import STORAGES, ShardedCheckpoint
 from hpcrl.convert import streaming
 from hpcrl.convert.__main__ import main
 renamed = []
@@ -482,3 +485,13 @@ def test_an_invalid_config_is_named_for_a_trainers_checkpoint(
     capsys.readouterr()
     assert run("--checkpoint", tmp_path / "run", "--model", other, "--output", tmp_path / "hf") == 2
     assert "num_hidden_layers" in capsys.readouterr().err.splitlines()[-1] and not (tmp_path / "hf").exists()
+
+
+@pytest.mark.parametrize("dtype", STORAGES.values(), ids=STORAGES)
+def test_shards_of_every_type_are_read(dtype: torch.dtype, tmp_path: Path) -> None:
+    tensor = (torch.arange(-6, 6).view(3, 4) % 100).to(dtype)
+    dcp.save({"table": tensor}, checkpoint_id=tmp_path, no_dist=True)
+    checkpoint = ShardedCheckpoint(tmp_path)
+    found = checkpoint.read("table", ((1, 3), (0, 4)))
+    checkpoint.close()
+    assert found.dtype == dtype and torch.equal(found, tensor[1:3])

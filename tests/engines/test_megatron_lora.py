@@ -19,6 +19,7 @@ from hpcrl.rollout.batch import Batch
 from tests.checkpoint.writing import write_files
 from tests.contracts.test_train_engine import check_contract
 from tests.engines import test_lora
+from tests.engines.test_critic import Squares
 from tests.engines.test_lora import LENGTHS, LORA, check_generator, native
 from tests.engines.worlds import Weighted, make_batch, make_model_folder, norms_of, run_ranks, worst_difference
 
@@ -233,3 +234,34 @@ def test_splits_match_one_rank(splits: dict[str, list[dict[str, Any]]], tmp_path
                 assert far(load_file(tmp_path / f"{family} {split}.hf" / name), one) < 2e-5, (family, split)
     with pytest.raises(ValueError, match=r"this run trains whole models \(trainer\.lora\.rank=0\)"):
         engine(tmp_path / "qwen2", lora=LoRAConfig()).load(tmp_path / "qwen2.state")
+
+
+def test_adapters_stay_with_their_engine(tmp_path: Path, world_of_one: None) -> None:
+    folder = make_model_folder("qwen2", tmp_path / "model")
+    mine, theirs = engine(folder), fsdp2(folder)
+    for trainer, name in ((mine, "mine"), (theirs, "theirs")):
+        (tmp_path / name).mkdir()
+        write_files(tmp_path / name, trainer.snapshot())
+    for trainer, name, why in (
+        (mine, "theirs", "adapters are in another engine's format; resume it with the trainer.engine that wrote it"),
+        (theirs, "mine", "it has only adapters; resume it with trainer.engine=megatron"),
+    ):
+        with pytest.raises(ValueError, match=why) as refused:
+            trainer.load(tmp_path / name)
+        assert str(refused.value).startswith(f"checkpoint {tmp_path / name}: ") and "\n" not in str(refused.value)
+
+
+def test_routers_are_measured_only_where_they_are_trained(tmp_path: Path, world_of_one: None) -> None:
+    """As in FSDP2: not with adapters, and not in a critic, whose metrics would mix with the policy's."""
+    from hpcrl.engines.train.megatron.critic import MegatronCritic
+
+    folder, batch = make_model_folder("qwen3_moe", tmp_path / "model"), make_batch(LENGTHS)
+    plan = [list(range(batch.num_sequences))]
+    critic = MegatronCritic(TrainerConfig(engine="megatron", logits_chunk_tokens=8), folder, total_steps=8)
+    for trainer, objective, measured in (
+        (engine(folder, lora=LoRAConfig()), Weighted(), True),
+        (engine(folder), Weighted(), False),
+        (critic, Squares(), False),
+    ):
+        stats = trainer.accumulate(batch, plan, objective, norms_of(batch))
+        assert ("actor/moe_aux_loss" in stats) == measured

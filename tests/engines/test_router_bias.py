@@ -17,6 +17,7 @@ from hpcrl.algorithms.interface import Objective, Outputs
 from hpcrl.config import TrainerConfig
 from hpcrl.metrics.stats import Stats
 from hpcrl.rollout.batch import Batch, Norms
+from tests.contracts.train import fsdp2, megatron
 from tests.engines.test_megatron import make, weights_of_all_shares, write
 from tests.engines.worlds import Weighted, make_batch, make_model_folder, norms_of, process_group, run_ranks
 
@@ -119,11 +120,13 @@ FSDP2_ON_ONE: list[dict[str, Any]] = [{"activation_checkpointing": True}]
 FSDP2_ON_TWO: list[dict[str, Any]] = [{}, {"context_parallel": 2}]
 
 
-def make_fsdp2(folder: Path, dtype: torch.dtype = torch.float32, **own: Any) -> Any:
+def make_fsdp2(
+    folder: Path, dtype: torch.dtype = torch.float32, trainer: dict[str, Any] | None = None, **own: Any
+) -> Any:
     from hpcrl.engines.train.fsdp2.engine import FSDP2Engine
     from hpcrl.engines.train.fsdp2.spec import FSDP2Config
 
-    config = TrainerConfig(lr=1e-2, max_grad_norm=100.0, logits_chunk_tokens=8)
+    config = TrainerConfig(lr=1e-2, max_grad_norm=100.0, logits_chunk_tokens=8, **(trainer or {}))
     return FSDP2Engine(config, folder, own=FSDP2Config(**own), dtype=dtype, total_steps=8)
 
 
@@ -171,3 +174,62 @@ def test_fsdp2_moves_biases_by_the_load(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=r"trainer\.fsdp2\.expert_bias_rate: .*mlp.gate has no bias of experts"):
             make_fsdp2(make_model_folder("qwen3_moe", tmp_path / "other"), expert_bias_rate=RATE)
     run_ranks(2, check_fsdp2, folder, wanted, FSDP2_ON_TWO, tmp_path)
+
+
+def check_zero(folder: Path, before: dict[str, Tensor], to: Path) -> None:
+    from hpcrl.engines.train.deepspeed.engine import ZeroEngine
+    from hpcrl.engines.train.deepspeed.spec import DeepSpeedConfig
+
+    for stage in (1, 3):
+        config = TrainerConfig(engine="deepspeed", param_dtype="bfloat16", lr=1e-2, logits_chunk_tokens=8)
+        own = DeepSpeedConfig(zero_stage=stage)
+        engine = ZeroEngine(config, folder, zero=own, dtype=torch.bfloat16, total_steps=8)
+        published = dict(engine.named_weights())
+        kinds = {shards.name: shards.dtype for shards in engine.weight_layout()}
+        assert kinds == {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in published.items()}
+        assert {kinds[name] for name in kinds.keys() - before.keys()} == {"bfloat16"}
+        assert all(torch.equal(published[name], bias) for name, bias in before.items()), "rounded or not published"
+        assert [tensor.dtype for tensor in engine.local_shards()] == [t.dtype for t in published.values()]
+        engine.export_hf(to / f"zero{stage}")
+        exported = load_file(to / f"zero{stage}" / "model.safetensors")
+        assert all(torch.equal(exported[name], bias) for name, bias in before.items())
+
+
+@pytest.mark.slow
+def test_deepspeed_publishes_biases_in_float32(tmp_path: Path) -> None:
+    folder = make_model_folder("glm4_moe", tmp_path / "model", first_k_dense_replace=0, moe_intermediate_size=16)
+    stored = load_file(folder / "model.safetensors")
+    before = {name: tensor for name, tensor in stored.items() if name.endswith("e_score_correction_bias")}
+    assert len(before) == 2 and all(tensor.dtype == torch.float32 for tensor in before.values())
+    with process_group(0, 1, str(tmp_path / "world")):
+        check_zero(folder, before, tmp_path)
+
+
+@pytest.mark.slow
+def test_frozen_routers_keep_their_biases_and_have_no_losses(tmp_path: Path) -> None:
+    """A frozen router's losses would move what is before it."""
+    folder = make_model_folder("deepseek_v3", tmp_path / "model", first_k_dense_replace=0)
+    before, after = moved(folder, batch := make_batch(LENGTHS))
+    after = {name: (before if name.startswith("model.layers.1.") else after)[name] for name in before}
+    last, plan = {"freeze": ["model.layers.1.mlp.gate.*"]}, [list(range(len(LENGTHS)))]
+    losses = {"aux_loss": 5.0, "z_loss": 5.0}
+
+    def attention(build: Any, contract: Any, trainer: dict[str, Any], **own: Any) -> Tensor:
+        engine = build(folder, trainer=trainer, **own)
+        found = contract.gradients(engine, batch, plan, Weighted(), norms_of(batch))
+        return found["model.layers.1.self_attn.o_proj.weight"]
+
+    with process_group(0, 1, str(tmp_path / "world")):
+        for build, contract in ((make_fsdp2, fsdp2), (make, megatron)):
+            engine = build(folder, trainer=last, expert_bias_rate=RATE)
+            engine.train_step(batch, plan, Weighted(), norms_of(batch))
+            found = {name: tensor for name, tensor in engine.named_weights() if name in before}
+            assert all(torch.equal(found[name], after[name]) for name in before), build
+            alone = attention(build, contract, last)
+            assert torch.equal(attention(build, contract, last, **losses), alone), build
+            assert not torch.allclose(attention(build, contract, {}, **losses), alone, rtol=0.1), build
+        for key in ("aux_loss", "expert_bias_rate"):
+            with pytest.raises(
+                ValueError, match=rf"trainer\.fsdp2\.{key}: it trains routers, and trainer\.freeze has all"
+            ):
+                make_fsdp2(folder, trainer={"freeze": ["*.mlp.gate.*"]}, **{key: RATE})

@@ -90,6 +90,7 @@ class RouterLosses:
         tokens: RoutedTokens,
         sigmoid: bool,
         *,
+        trained: bool = True,
         measured: bool = True,
         factor: float = 1.0,
     ) -> Tensor:
@@ -98,13 +99,14 @@ class RouterLosses:
 
         Args:
             topk: Number of experts per token.
+            trained: False if the router is frozen, so its losses are only measured.
             measured: False if this forward pass is repeated, so the losses are in the stats already.
             factor: What the engine multiplies its loss by before the backward pass.
         """
         if not torch.is_grad_enabled() or not len(tokens.lengths):
             return logits
-        flat = logits.reshape(-1, logits.shape[-1]).float()
-        with torch.set_grad_enabled(self._adds):
+        flat, adds = logits.reshape(-1, logits.shape[-1]).float(), self._adds and trained
+        with torch.set_grad_enabled(adds):
             chosen = self._chosen(flat.detach(), topk, tokens) / (topk * tokens.lengths[:, None])
             weights = _at_logits(tokens.shares[:, None] * chosen[tokens.rows], tokens, len(flat))
             balance = flat.shape[-1] * (weights * (_sigmoids(flat) if sigmoid else flat.softmax(-1))).sum()
@@ -112,7 +114,7 @@ class RouterLosses:
             losses = torch.stack([balance, size])
             if measured:
                 self._sums += losses.detach()
-            return _WithLoss.apply(logits, losses @ self._coefficients, factor) if self._adds else logits
+            return _WithLoss.apply(logits, losses @ self._coefficients, factor) if adds else logits
 
     def _chosen(self, logits: Tensor, topk: int, tokens: RoutedTokens) -> Tensor:
         """float32 [B, E]: for each row and expert, the number of choices on all ranks that share the row."""

@@ -128,7 +128,7 @@ class ZeroEngine(FSDP2Engine):
 
     def _fingerprint(self) -> str:
         frozen = self.weights.frozen_names
-        layout = self._layout(frozen, self.compute_dtype)
+        layout = self._layout(dict.fromkeys(frozen, self.compute_dtype))
         return fingerprint(layout, (zero.full_tensor(self.weights[name], self.compute_dtype) for name in frozen))
 
     def _reshard(self) -> None:
@@ -169,7 +169,7 @@ class ZeroEngine(FSDP2Engine):
 
     def _gathered(self, names: Sequence[str], dtypes: Mapping[str, torch.dtype]) -> Iterator[tuple[str, Tensor]]:
         for name in names:
-            parameter, wanted = self.weights[name], dtypes.get(name, self.dtype)
+            parameter, wanted = self.weights[name], dtypes.get(name, self._dtype_of(name))
             if parameter.requires_grad and wanted.itemsize > self.compute_dtype.itemsize:
                 yield name, zero.master(parameter).to(wanted)
             else:
@@ -177,11 +177,12 @@ class ZeroEngine(FSDP2Engine):
 
     def weight_layout(self) -> list[TensorShards]:
         """See TrainEngine. ZeRO-3 splits a parameter as a flat vector, not by rows: every rank gathers it."""
-        return self._layout(self.weights.names, self.dtype)
+        return self._layout({name: self._dtype_of(name) for name in self.weights.names})
 
-    def _layout(self, names: Sequence[str], dtype: torch.dtype) -> list[TensorShards]:
-        kind, ranks, found = str(dtype).removeprefix("torch."), range(self.data_parallel_size), []
-        for name in names:
+    def _layout(self, dtypes: Mapping[str, torch.dtype]) -> list[TensorShards]:
+        ranks, found = range(self.data_parallel_size), []
+        for name, dtype in dtypes.items():
+            kind = str(dtype).removeprefix("torch.")
             shards = TensorShards.unsharded(name, kind, zero.shape_of(self.weights[name]), ranks)
             found.append(msgspec.structs.replace(shards, frozen=is_frozen(self.weights[name])))
         return found

@@ -18,6 +18,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint import (
     CheckpointException,
+    FileSystemReader,
     Metadata,
     SavePlan,
     SavePlanner,
@@ -31,7 +32,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.futures import Future
 
 from hpcrl.checkpoint.writer import Files, Pieces, SharedFile
-from hpcrl.engines.train.dcp import ALIGNMENT, FACTS, Base, facts, frame, random_state, restore, shard_name
+from hpcrl.engines.train.dcp import ALIGNMENT, FACTS, Base, facts, frame, random_state, readable, restore, shard_name
+from hpcrl.engines.train.fail_together import agreed
 from hpcrl.engines.train.fsdp2.weights import local
 from hpcrl.engines.train.offloading import register, wait
 from hpcrl.engines.train.stored_state import STATE, WEIGHTS, is_megatron, opened, require_tensors
@@ -128,11 +130,18 @@ class Snapshots:
 
     def load(self, folder: Path) -> tuple[int, list[str]]:
         """Restore a checkpoint in place, on any number of ranks; returns (optimizer step, warnings). Collective.
-        ValueError on every rank if the folder has no trainer checkpoint, another model's, or adapters of another base.
-        """
+        Buffers that it lacks, as checkpoints of deepspeed by earlier versions do, stay as they are. ValueError on every
+        rank if the folder has no trainer checkpoint, another model's, or adapters of another base."""
 
         def load_tensors() -> None:
-            dcp.load(tensors, checkpoint_id=folder)
+            stored = agreed(lambda: readable(folder, FileSystemReader(folder).read_metadata)).state_dict_metadata
+            parameters = {f"model.{name}" for name, _ in self._model.named_parameters()}
+            present = {
+                name: value
+                for name, value in tensors.items()
+                if name in stored or name in parameters or name.startswith(STATE)
+            }
+            dcp.load(present, checkpoint_id=folder)
 
         tensors = _tensors(self._model, self._optimizer, self._whole)
         if not is_megatron(folder):

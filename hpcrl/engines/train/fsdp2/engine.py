@@ -38,7 +38,7 @@ from hpcrl.engines.train.fsdp2.packed_attention import PackedLayout
 from hpcrl.engines.train.fsdp2.prefix_tree import share_prefixes
 from hpcrl.engines.train.fsdp2.probe import probe_packing
 from hpcrl.engines.train.fsdp2.replay import RouterReplay
-from hpcrl.engines.train.fsdp2.router_training import RouterTraining
+from hpcrl.engines.train.fsdp2.router_training import RouterTraining, is_trained
 from hpcrl.engines.train.fsdp2.routers import ObservedRouter, RouterTable, named_routers, router_table
 from hpcrl.engines.train.fsdp2.sharding import shard
 from hpcrl.engines.train.fsdp2.spec import SPEC, FSDP2Config
@@ -190,13 +190,15 @@ class FSDP2Engine:
             table = router_table(self, hf.config)
             if used and any(router.sigmoid is None for router in table.found):
                 raise ValueError(f"the routers of {hf.config.model_type} have neither sigmoids nor a softmax as scores")
-            return table
         except ValueError as error:
             if replay:
                 raise ValueError(f"trainer.router_replay: {error}; set it to false") from error
             if used:
                 raise ValueError(f"trainer.{used[0]}: {error}; use 0") from error
             return None
+        if used and not any(is_trained(hf, router.name) for router in table.found):
+            raise ValueError(f"trainer.{used[0]}: it trains routers, and trainer.freeze has all of them; use 0")
+        return table
 
     @property
     def _trains_routers(self) -> bool:

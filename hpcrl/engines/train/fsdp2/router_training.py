@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hpcrl.engines.train.fsdp2.exchange import TokenRanks
+from hpcrl.engines.train.fsdp2.frozen import NAMES
 from hpcrl.engines.train.fsdp2.packed_attention import PackedLayout
 from hpcrl.engines.train.fsdp2.routers import ObservedRouter, RouterTable
 from hpcrl.engines.train.fsdp2.spec import FSDP2Config
@@ -24,7 +25,7 @@ from hpcrl.rollout.device_copies import to_device
 
 class RouterTraining:
     """Measures the losses of all routers in the forward passes of a step and adds them, and moves their biases. A token
-    of a common prefix counts for every row that has it.
+    of a common prefix counts for every row that has it. Frozen routers are only measured.
 
     Args:
         routers: Of all layers with experts, in order, as in the table.
@@ -45,6 +46,7 @@ class RouterTraining:
         group = ranks.all.group if ranks.all.size > 1 else None
         self._losses = RouterLosses(own.aux_loss, own.z_loss, device, (group,))
         self._owners = [owner_of_bias(hf, found.name) for found in table.found] if self._rate else []
+        self._trained = [is_trained(hf, found.name) for found in table.found]
         self._counts = torch.zeros(len(routers), table.shape.num_experts, device=device)
         self._tokens = RoutedTokens(*torch.zeros(3, 0))
         self._repeats = False
@@ -94,19 +96,29 @@ class RouterTraining:
             return
         biases = torch.stack([getattr(owner, BIAS) for owner in self._owners])
         moved = moved_biases(biases, self._counts.to(biases.device), self._rate)
-        for owner, bias in zip(self._owners, moved, strict=True):
-            getattr(owner, BIAS).copy_(bias)
+        for owner, bias, trained in zip(self._owners, moved, self._trained, strict=True):
+            if trained:
+                getattr(owner, BIAS).copy_(bias)
 
     def _add(self, layer: int, logits: Tensor) -> Tensor:
         sigmoid = bool(self._table.found[layer].sigmoid)
-        topk, measured = self._table.shape.experts_per_token, not self._repeats
-        return self._losses.add(logits, topk, self._tokens, sigmoid, measured=measured, factor=self._factor)
+        topk, trained, measured = self._table.shape.experts_per_token, self._trained[layer], not self._repeats
+        return self._losses.add(
+            logits, topk, self._tokens, sigmoid, trained=trained, measured=measured, factor=self._factor
+        )
 
     def _count(self, layer: int, experts: Tensor) -> None:
         if self._repeats:
             return
         every = experts if self._tokens.places is None else experts[self._tokens.places]
         self._counts[layer].index_add_(0, every.flatten(), self._counts.new_ones(every.numel()))
+
+
+def is_trained(hf: nn.Module, router: str) -> bool:
+    """Whether a router, or that of a block which chooses experts itself, has weights that are not frozen."""
+    module = hf.get_submodule(router)
+    parts = [part for name, part in module.named_children() if name in NAMES] or [module]
+    return any(p.requires_grad for part in parts for p in part.parameters())
 
 
 def owner_of_bias(hf: nn.Module, router: str) -> Any:

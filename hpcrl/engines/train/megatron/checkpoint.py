@@ -44,6 +44,7 @@ from hpcrl.engines.train.megatron.optimizer import Optimizer
 from hpcrl.engines.train.megatron.stored import MASTER, MASTER_KEY, STATE
 from hpcrl.engines.train.megatron.weights import HFWeights, state_of
 from hpcrl.engines.train.offloading import register, wait
+from hpcrl.engines.train.router_keys import BIAS
 from hpcrl.engines.train.stored_state import TORCH_DIST, StoredState, opened, require_tensors
 
 BACKEND = {
@@ -293,12 +294,16 @@ def read(folder: Path, chunks: Sequence[Any], optimizer: Optimizer, names: Colle
 @torch.no_grad()
 def read_named(folder: Path, weights: HFWeights, optimizer: Optimizer, model_path: Path) -> None:
     """Restore the tensors that another engine has written under transformers' names. Each rank reads its own shards, of
-    which the ranks that share a shard's moments read the whole. ValueError as in read()."""
+    which the ranks that share a shard's moments read the whole. Routers' biases stay as they are if they are missing,
+    since earlier versions saved none with deepspeed. ValueError as in read()."""
     state = opened(folder, model_path)
     shapes = weights.table.shapes
-    wanted = {(name, ""): shape for name, shape in shapes.items()}
+    missing = {name for name in shapes if name.endswith(BIAS) and not state.has(name, "")}
+    wanted = {(name, ""): shape for name, shape in shapes.items() if name not in missing}
     held = []
     for entry, tensor in weights.held():
+        if not missing.isdisjoint(rows.hf for rows in entry.rows):
+            continue
         first, flat = optimizer.state_of(tensor) if isinstance(tensor, nn.Parameter) else (0, {})
         held.append((entry, tensor, first, flat))
         keys = [key for key in flat if key != MASTER_KEY]

@@ -144,7 +144,7 @@ class MegatronEngine:
             self.replay = ChosenExperts(chunks, layers, self._split()[2], part)
             self.routing.append(self.replay)
         self.router_losses = None
-        if trainable and self.description.shape.expert_layers:
+        if trainable and self.description.shape.expert_layers and self.lora is None and not values:
             self.router_losses = MegatronRouterLosses(chunks, self.own, self._split()[2], part)
             self.routing.append(self.router_losses)
         self.router_bias = None
@@ -442,6 +442,9 @@ class MegatronEngine:
         others = not is_megatron(path)
 
         def read() -> None:
+            if others and self.lora is not None:
+                text = "its adapters are in another engine's format; resume it with the trainer.engine that wrote it"
+                raise ValueError(f"checkpoint {path}: {text}")
             if others:
                 checkpoint.read_named(path, self.weights, optimizer, self.model_path)
             else:

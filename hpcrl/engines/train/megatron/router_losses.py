@@ -21,7 +21,7 @@ from hpcrl.rollout.batch import Batch
 
 
 class MegatronRouterLosses(RouterLosses):
-    """The losses of all routers of a rank.
+    """The losses of all routers of a rank. Those of frozen routers are only measured.
 
     Args:
         num_parts: With sequence parallelism, a router gets one of num_parts parts of its context-parallel rank's
@@ -41,7 +41,8 @@ class MegatronRouterLosses(RouterLosses):
             tokens = OfMicroBatch[RoutedTokens]()
             self._tokens.append(tokens)
             sigmoid = router.score_function == "sigmoid"
-            router.gating = functools.partial(self._gating, router.gating, router.topk, sigmoid, tokens)
+            trained = router.weight.requires_grad
+            router.gating = functools.partial(self._gating, router.gating, router.topk, sigmoid, trained, tokens)
 
     def expect_recomputation(self, recomputes: bool) -> None:
         """See OfMicroBatch."""
@@ -65,10 +66,11 @@ class MegatronRouterLosses(RouterLosses):
         gating: Callable[[Tensor], Tensor],
         topk: int,
         sigmoid: bool,
+        trained: bool,
         of_micro_batch: OfMicroBatch[RoutedTokens],
         states: Tensor,
     ) -> Tensor:
         """The router's logits, whose backward pass also adds the losses' gradient. Collective over the ranks that share
         sequences."""
         logits, tokens = gating(states), of_micro_batch.take()
-        return logits if tokens is None else self.add(logits, topk, tokens, sigmoid)
+        return logits if tokens is None else self.add(logits, topk, tokens, sigmoid, trained=trained)

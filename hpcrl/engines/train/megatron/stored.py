@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hpcrl.checkpoint.shards import ShardedCheckpoint
 from hpcrl.engines.train.megatron.names import EMBEDDING, HEAD, Entry, NameTable, parts, table
+from hpcrl.spec.lora import is_adapter
 from hpcrl.spec.weight_layout import TensorSlice
 
 MAX_SHOWN = 3
@@ -192,6 +193,8 @@ class MegatronState:
 
     def __init__(self, folder: Path, config: Mapping[str, Any]):
         self._checkpoint = ShardedCheckpoint(folder)
+        if any(is_adapter(name) for name in self._checkpoint.tensors):
+            raise ValueError(f"checkpoint {folder}: it has only adapters; resume it with trainer.engine=megatron")
         if megatron_prefix(self._checkpoint) != "":
             raise ValueError(f"checkpoint {folder}: no {EMBEDDING}; this is not a trainer's checkpoint")
         self._weights = MegatronWeights(self._checkpoint, config, stacked=True)
