@@ -110,9 +110,9 @@ def _unread_of_sections(config: Config) -> Iterator[tuple[Path, Path, str]]:
         if config.eval_every:
             yield ("eval_every",), ("data", "val"), "data.val is null, so there is nothing to evaluate on"
     if config.uses_critic and config.critic_engine != config.trainer.engine:
-        spec = TRAIN_ENGINES[config.critic_engine]
-        for key in spec.policy_keys:
-            yield ("trainer", spec.name, key), ("critic", "engine"), "only the critic has this engine"
+        engine = TRAIN_ENGINES[config.critic_engine]
+        for key in engine.policy_keys:
+            yield ("trainer", engine.name, key), ("critic", "engine"), "only the critic has this engine"
     if not config.trainer.lora.rank:
         for key in [name for name in LoRAConfig.model_fields if name != "rank"]:
             yield ("trainer", "lora", key), ("trainer", "lora", "rank"), "trainer.lora.rank is 0"
