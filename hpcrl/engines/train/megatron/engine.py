@@ -45,6 +45,7 @@ from hpcrl.engines.train.megatron.router_losses import MegatronRouterLosses
 from hpcrl.engines.train.megatron.spec import SPEC, MegatronConfig
 from hpcrl.engines.train.megatron.weights import HFWeights
 from hpcrl.engines.train.offloading import HostMemory
+from hpcrl.engines.train.router_keys import ROUTER_KEYS
 from hpcrl.engines.train.schedule import learning_rate, update_stats
 from hpcrl.engines.train.stored_state import is_megatron
 from hpcrl.engines.train.training_engine import check_micro_batches
@@ -127,6 +128,10 @@ class MegatronEngine:
             chunk.requires_grad_(trainable)
         if trainable and config.freeze:
             agreed(lambda: self.weights.freeze(config.freeze))
+            used = [key for key in ROUTER_KEYS if getattr(self.own, key)]
+            if used and self.weights.routers_frozen:
+                text = "it trains routers, and trainer.freeze has all of them; use 0"
+                raise ValueError(f"trainer.megatron.{used[0]}: {text}")
         if trainable and (config.freeze or config.lora.rank):
             for chunk in chunks:  # Megatron's recomputation has gradients only if the layer's input has
                 if (embedding := getattr(chunk, "embedding", None)) is not None:

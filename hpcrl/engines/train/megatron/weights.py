@@ -22,6 +22,7 @@ from hpcrl.engines.train.megatron.gpt_model import Description
 from hpcrl.engines.train.megatron.names import HEAD, Entry, LayerSpec, NameTable, parts, shard, shard_slices, table
 from hpcrl.engines.train.megatron.parallel import padded_vocabulary, split_layers
 from hpcrl.engines.train.megatron.spec import MegatronConfig
+from hpcrl.engines.train.router_keys import BIAS
 from hpcrl.planner.adapters import parts as parts_of
 from hpcrl.spec.freeze import frozen
 from hpcrl.spec.lora import is_adapter
@@ -198,6 +199,13 @@ class HFWeights:
         if not trained:
             text = f"leaves pipeline stage {self._place.stage} nothing to train; freeze less, or use fewer stages"
             raise ValueError(f"trainer.freeze: {text}")
+
+    @property
+    def routers_frozen(self) -> bool:
+        """Whether freeze() has frozen the routers of all layers."""
+        parts = parts_of(self._description.shape).items()
+        routers = {name for name, part in parts if part == "router" and not name.endswith(BIAS)}
+        return bool(routers) and routers <= self._frozen
 
     # ---- reading
 
