@@ -387,12 +387,10 @@ def _model(config: Config) -> Iterator[Problem]:
             "(rotary embeddings need an even head size)"
         )
         yield Problem((*at, "hidden_size"), text, ((*at, "num_heads"),))
-    if tiny.architecture == "deepseek_v3" and tiny.num_experts < 2:
-        text = f"model.tiny.num_experts: {tiny.num_experts}, but routers of deepseek_v3 choose two; use 2 or more"
-        yield Problem((*at, "num_experts"), text, ((*at, "architecture"),))
-    if tiny.architecture == "qwen3_next" and tiny.num_layers < 2:
-        text = f"model.tiny.num_layers: {tiny.num_layers}, but qwen3_next has attention in each second layer; use 2"
-        yield Problem((*at, "num_layers"), text, ((*at, "architecture"),))
+    for key, least in tiny.least.items():
+        if (value := getattr(tiny, key)) < least:
+            text = f"model.tiny.{key}: {value}, but {tiny.architecture} needs {least} or more"
+            yield Problem((*at, key), text, ((*at, "architecture"),))
     yield from check_family(config, tiny.architecture, (*at, "architecture"))
     yield from check_trainable(config, {"model_type": tiny.architecture}, (*at, "architecture"))
     yield from check_parts(config, {"model_type": tiny.architecture})

@@ -68,6 +68,18 @@ class TinyModel(Section):
         """Whether prompts may have images."""
         return family_of(self.architecture).vision is not None
 
+    @property
+    def least(self) -> dict[str, int]:
+        """The least values of keys: routers of deepseek_v3 rank groups by two experts, and the first layer of
+        qwen3_next with attention is the second."""
+        match self.architecture:
+            case "deepseek_v3":
+                return {"num_experts": 2}
+            case "qwen3_next":
+                return {"num_layers": 2}
+            case _:
+                return {}
+
     def tower_config(self) -> dict[str, Any]:
         """vision_config of a model that takes images."""
         return {

@@ -137,7 +137,9 @@ def test_a_step_needs_no_more_memory_than_planned(
     batch, shape = rows_of(folder, 2 * NUM_ROWS), shape_of(str(folder), "model.path")
     peak = step_peak_of(make_engine(folder, **settings), batch, tmp_path)
     planned = planned_peak(shape, batch.num_tokens // batch.num_sequences, **settings)
-    assert 1.0 <= planned / peak <= 1.1
+    # Without AVX-512, torch's convolution in bfloat16 makes fewer copies of patches (planned over measured 1.31, 1.51).
+    few_copies = "param_dtype" in settings and torch.backends.cpu.get_cpu_capability() != "AVX512"
+    assert 1.0 <= planned / peak <= (1.6 if few_copies else 1.1)
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])

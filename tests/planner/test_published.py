@@ -52,11 +52,11 @@ def config_of(**changes: Any) -> Config:
 
 def test_a_cache_holds_keys_of_attention_layers_and_states_of_others() -> None:
     """Qwen3-Next: 12 of 48 layers have 2 heads of 256 for keys and values; 36 have 32 states of 128 x 128, and the last
-    4 inputs of a convolution over 2 x 16 x 128 + 32 x 128 channels."""
+    3 inputs of a convolution of width 4 over 2 x 16 x 128 + 32 x 128 channels."""
     shape, config = read_shape(WELL_KNOWN["Qwen3-Next-80B-A3B"].config), config_of()
     assert shape.caches[3] == LayerCache(keys=2 * 2 * 256) and shape.caches[0].keys == 0
     assert token_bytes(config, shape) == 12 * 2 * 256 * 2  # one of the two heads on each rank
-    states = 36 * (32 * 128 * 128 * 4 + (2 * 16 * 128 + 32 * 128) * 4 * 2)
+    states = 36 * (32 * 128 * 128 * 4 + (2 * 16 * 128 + 32 * 128) * 3 * 2)
     assert state_bytes(config, shape) == states // 2
     assert response_bytes(config, shape) == 4096 * token_bytes(config, shape) + states // 2
 

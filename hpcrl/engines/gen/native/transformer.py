@@ -244,7 +244,7 @@ class Transformer:
     def _inner(self, mlp: Dense, x: Tensor, adapters: LayerAdapters) -> Tensor:
         return self._gate(_adapt(x @ mlp.gate_up, x, adapters["gate_up"]))
 
-    def _mixture(self, experts: Experts, x: Tensor, adapters: LayerAdapters, separate_rows: bool) -> Tensor:
+    def _mixture(self, experts: Experts, x: Tensor, adapters: LayerAdapters, separate_rows: bool = False) -> Tensor:
         """Weighted sum [T, H] of the outputs of each token's chosen experts, and of the shared experts. The host does
         not wait for the choices."""
         shares, chosen = self._choose(experts, x)
