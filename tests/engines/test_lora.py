@@ -406,6 +406,10 @@ def native(folder: Path) -> NativeEngine:
     )
 
 
+MIXED = {"layer_types": ["full_attention", "linear_attention"]}
+OWN_KEYS: dict[str, dict[str, Any]] = {"phi3": {"pad_token_id": 0}, "qwen3_next": MIXED, "qwen3_5_text": MIXED}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("shared", [False, True], ids=["apart", "in one process"])
 @pytest.mark.parametrize(
@@ -418,7 +422,7 @@ def native(folder: Path) -> NativeEngine:
 def test_the_native_generator_has_the_log_probs_of_the_trainer(
     family: str, shared: bool, tmp_path: Path, world_of_one: None
 ) -> None:
-    folder = make_model_folder(family, tmp_path / "model", **({"pad_token_id": 0} if family == "phi3" else {}))
+    folder = make_model_folder(family, tmp_path / "model", **OWN_KEYS.get(family, {}))
     trainer, generator = engine(folder), native(folder)
     if shared:
         link = OneProcess(generator, trainer, shared=True)
