@@ -362,6 +362,15 @@ def test_a_key_below_a_permitted_key_may_change(tmp_path: Path) -> None:
     assert len(refused.value.problems) == 3, refused.value.problems
 
 
+def test_only_the_export_of_mtp_layers_may_change(tmp_path: Path) -> None:
+    run = tmp_path / "demo"
+    close_run(run, open_run(CONFIG | {"model": {"mtp": "keep"}}, run, "auto").attempt)
+    assert check_run(CONFIG | {"model": {"mtp": "drop"}}, run, "auto").changes == ['model.mtp: "keep" -> "drop"']
+    with pytest.raises(ConfigError) as refused:
+        check_run(CONFIG | {"model": {"mtp": "train"}}, run, "auto")
+    assert refused.value.problems[1:] == ['  model.mtp: "keep" -> "train"']
+
+
 def test_another_training_engine_may_continue_a_run(tmp_path: Path) -> None:
     """With keys of the old and the new engine's section, also for the critic; but not with other keys."""
     run = tmp_path / "demo"

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from hpcrl.config.engines import GeneratorConfig, TrainerConfig
 from hpcrl.config.judging import JUDGE_ENGINE
 from hpcrl.config.schema import Config
 from hpcrl.models.families import SEEING
+from hpcrl.models.mtp import untrainable
 from hpcrl.spec.extras import install, version_of
 from hpcrl.spec.freeze import TOWER_PARTS
 from hpcrl.spec.kinds import Spec
@@ -74,6 +75,7 @@ def check_abilities(config: Config) -> Iterator[Problem]:
     yield from _heads(config)
     yield from _lora(config)
     yield from _freeze(config)
+    yield from _mtp(config)
     yield from _reference(config)
     yield from _critic(config)
     yield from _segments(config)
@@ -155,6 +157,26 @@ def _freeze(config: Config) -> Iterator[Problem]:
         instead = _able(TRAIN_ENGINES, ("trainer", "engine"), lambda spec: spec.freezes)
         text = f"the {name} trainer trains whole models; leave it out{instead}"
         yield Problem(path, f"trainer.freeze: {text}", (("trainer", "engine"),))
+
+
+def _mtp(config: Config) -> Iterator[Problem]:
+    """Report an engine that cannot train MTP layers, and a model without them."""
+    if config.model.mtp != "train" or not config.learns or config.debug == "fake":
+        return
+    path, name = ("model", "mtp"), config.trainer.engine
+    if not TRAIN_ENGINES[name].trains_mtp:
+        instead = _able(TRAIN_ENGINES, ("trainer", "engine"), lambda spec: spec.trains_mtp)
+        text = f"model.mtp: the {name} trainer trains no MTP layers; use keep{instead}"
+        yield Problem(path, text, (("trainer", "engine"),))
+    elif config.model.path is None:
+        yield Problem(path, "model.mtp: model.tiny has no MTP layer to train; use keep", (("model", "path"),))
+
+
+def check_mtp(config: Config, model: Mapping[str, Any], names: Iterable[str] | None) -> Iterator[Problem]:
+    """Check that the MTP layer of the model with this config.json can be trained if model.mtp asks for it. `names` are
+    the tensors of its files, None if these are missing."""
+    if config.learns and config.model.mtp == "train" and (why := untrainable(model, names)):
+        yield Problem(("model", "mtp"), f"model.mtp: {why}; use keep", (("model", "path"),))
 
 
 def _reference(config: Config) -> Iterator[Problem]:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
-from pydantic_core import PydanticCustomError
+from pydantic import Field
 
 from hpcrl.models.families import family_of
-from hpcrl.models.mtp import MTP
+from hpcrl.models.mtp import ModelMTP
 from hpcrl.spec.fields import NUMBER, Positive, PositiveFloat, Section, Seed
 
 MIN_VOCABULARY = 259
@@ -169,13 +168,6 @@ class TinyModel(Section):
                 return {}
 
 
-def _trained_mtp(value: object) -> object:
-    if value == "train":
-        text = "expected 'keep' or 'drop': no engine trains MTP layers, which transformers' models do not have"
-        raise PydanticCustomError("not_trained", "{text}", {"text": text})
-    return value
-
-
 class ModelConfig(Section):
     """The policy. `path` is a folder in HF layout; without a path, model.tiny is created inside the run folder."""
 
@@ -186,9 +178,10 @@ class ModelConfig(Section):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the trainer's master weights with fsdp2, and of exported weights; megatron and deepspeed have fp32 master
     weights."""
-    mtp: Annotated[MTP, BeforeValidator(_trained_mtp)] = "keep"
-    """Multi-token prediction layers (MTP) of the folder, which speculative decoding uses and no engine trains: `keep`
-    copies their tensors unchanged to exports; `drop` leaves them out, and sets their number in config.json to 0."""
+    mtp: ModelMTP = "keep"
+    """Multi-token prediction layers (MTP) of the folder, which speculative decoding uses: `keep` copies their tensors
+    unchanged to exports; `drop` leaves them out, and sets their number in config.json to 0; `train` trains a single
+    layer beside the policy (fsdp2, trainer.fsdp2.mtp_loss) and exports it."""
 
 
 class ReferenceConfig(Section):

@@ -113,6 +113,9 @@ def _unread_of_sections(config: Config) -> Iterator[tuple[Path, Path, str]]:
         engine = TRAIN_ENGINES[config.critic_engine]
         for key in engine.policy_keys:
             yield ("trainer", engine.name, key), ("critic", "engine"), "only the critic has this engine"
+    if config.model.mtp != "train" and TRAIN_ENGINES[config.trainer.engine].trains_mtp:
+        at = ("trainer", config.trainer.engine, "mtp_loss")
+        yield at, ("model", "mtp"), f"model.mtp is {config.model.mtp}"
     if not config.trainer.lora.rank:
         for key in [name for name in LoRAConfig.model_fields if name != "rank"]:
             yield ("trainer", "lora", key), ("trainer", "lora", "rank"), "trainer.lora.rank is 0"

@@ -20,6 +20,7 @@ from hpcrl.convert.weight_files import WeightFiles
 from hpcrl.engines.train.megatron.names import VALUE_HEAD, Entry, shard, table
 from hpcrl.engines.train.megatron.stored import MegatronWeights, inside_layer, megatron_prefix
 from hpcrl.models.families import family_of
+from hpcrl.models.mtp import trained_names
 from hpcrl.spec.lora import is_adapter
 from hpcrl.spec.weight_layout import TensorSlice
 
@@ -62,7 +63,7 @@ class TrainerWeights:
     """HF tensors from a checkpoint of an engine that uses transformers' names, such as fsdp2. ValueError if FileNames
     does not support the family."""
 
-    PREFIX = "model.hf."
+    PREFIX, MTP = "model.hf.", "model.mtp."
 
     def __init__(self, checkpoint: ShardedCheckpoint, config: Mapping[str, Any]):
         try:
@@ -74,11 +75,19 @@ class TrainerWeights:
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, torch.dtype] = {}
         self._where: dict[str, tuple[str, TensorSlice, int]] = {}  # (tensor, leading slice, first row)
+        self._mtp: set[str] = set()
         for name, stored in checkpoint.tensors.items():
-            if name.startswith(self.PREFIX):
-                for hf, shape, leading, first in names.of(name.removeprefix(self.PREFIX), stored.shape):
-                    self.shapes[hf], self.dtypes[hf] = shape, stored.dtype
-                    self._where[hf] = (name, leading, first)
+            if not name.startswith((self.PREFIX, self.MTP)):
+                continue
+            own = name.removeprefix(self.PREFIX)
+            if name.startswith(self.MTP):  # a trained layer
+                part, _, rest = name.removeprefix(self.MTP).partition(".")
+                own = trained_names(config)[f"{part}."] + rest
+            for hf, shape, leading, first in names.of(own, stored.shape):
+                self.shapes[hf], self.dtypes[hf] = shape, stored.dtype
+                self._where[hf] = (name, leading, first)
+                if name.startswith(self.MTP):
+                    self._mtp.add(hf)
         self._check(config)
 
     def _check(self, config: Mapping[str, Any]) -> None:
@@ -86,13 +95,14 @@ class TrainerWeights:
         if family_of(config.get("model_type")).megatron is None:
             return
         expected = table(config, values=self.values).shapes
-        for name in [*expected, *self.shapes]:
+        for name in [*expected, *(name for name in self.shapes if name not in self._mtp)]:
             if (has := self.shapes.get(name)) != (needs := expected.get(name)):
                 text = (
                     f"{name} has shape {list(has) if has else None}, config.json requires {list(needs or ()) or None}"
                 )
                 raise ValueError(f"{self._checkpoint.folder} is a checkpoint of another model: {text}")
-        self.shapes = {name: self.shapes[name] for name in expected}
+        further = [name for name in self.shapes if name in self._mtp]
+        self.shapes = {name: self.shapes[name] for name in (*expected, *further)}
 
     def read(self, name: str, first: int, last: int) -> Tensor:
         """Rows of an HF tensor."""

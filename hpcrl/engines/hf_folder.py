@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -73,24 +73,40 @@ def write_config(
     (folder / "config.json").write_text(json.dumps(content, indent=2) + "\n")
 
 
-def add_mtp(source: Path, folder: Path, mtp: MTP) -> None:
-    """Add the source's tensors of multi-token prediction layers, unchanged, to the weights of `folder`, and set the
-    layers' number in its config.json: the source's, or 0 with `drop` and for a source without such tensors."""
+def add_mtp(source: Path, folder: Path, mtp: MTP | Mapping[str, Tensor]) -> None:
+    """Add tensors of multi-token prediction layers to the weights of `folder`: the source's, unchanged, or the given
+    ones. Set the layers' number in its config.json: the source's, or 0 with `drop` and for a source without such
+    tensors."""
     origin = json.loads((source / "config.json").read_text())
-    files = _file_names(source) if mtp == "keep" else {}
-    kept: dict[Path, list[str]] = {}
-    for name in mtp_names(origin, files):
-        kept.setdefault(source / files[name], []).append(name)
+    kept = mtp if isinstance(mtp, Mapping) else mtp_files(source) if mtp == "keep" else {}
     config = folder / "config.json"
     content = with_mtp_keys(json.loads(config.read_text()), origin, kept=bool(kept))
     config.write_text(json.dumps(content, indent=2) + "\n")
-    if kept:
-        _add_files(kept, folder)
+    if isinstance(mtp, Mapping):
+        _add_files(mtp.items(), folder)
+    elif kept:
+        _add_files(read_mtp(source), folder)
 
 
-def _add_files(kept: Mapping[Path, list[str]], folder: Path) -> None:
-    """Write tensors of other files to further weight files of a folder, at most FILE_BYTES at a time in memory."""
+def mtp_files(source: Path) -> dict[str, str]:
+    """Tensor -> file of the multi-token prediction layers in a model's folder."""
+    files = _file_names(source)
+    return {name: files[name] for name in mtp_names(json.loads((source / "config.json").read_text()), files)}
+
+
+def read_mtp(source: Path) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of mtp_files(), one at a time in memory."""
     from safetensors import safe_open
+
+    files = mtp_files(source)
+    for file in dict.fromkeys(files.values()):
+        with safe_open(source / file, framework="pt") as tensors:
+            for name in (name for name, of in files.items() if of == file):
+                yield name, tensors.get_tensor(name)
+
+
+def _add_files(added: Iterable[tuple[str, Tensor]], folder: Path) -> None:
+    """Write tensors to further weight files of a folder, at most FILE_BYTES at a time in memory."""
     from safetensors.torch import save_file
 
     index = _index_of(folder)
@@ -105,13 +121,10 @@ def _add_files(kept: Mapping[Path, list[str]], folder: Path) -> None:
         index["metadata"]["total_size"] += sum(tensor.nbytes for tensor in current.values())
         current.clear()
 
-    for file, names in kept.items():
-        with safe_open(file, framework="pt") as tensors:
-            for name in names:
-                tensor = tensors.get_tensor(name)
-                if current and tensor.nbytes + sum(other.nbytes for other in current.values()) > FILE_BYTES:
-                    write()
-                current[name] = tensor
+    for name, tensor in added:
+        if current and tensor.nbytes + sum(other.nbytes for other in current.values()) > FILE_BYTES:
+            write()
+        current[name] = tensor
     write()
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 

@@ -12,7 +12,7 @@ from hpcrl.cluster.container import check_container
 from hpcrl.cluster.layout import RoleLayout, check_layout
 from hpcrl.cluster.placement import check_placement
 from hpcrl.config import Config, ConfigError, LoadedConfig, Problem
-from hpcrl.config.abilities import check_family, check_installed, check_length, check_parts, check_trainable
+from hpcrl.config.abilities import check_family, check_installed, check_length, check_mtp, check_parts, check_trainable
 from hpcrl.config.folders import conf_dir, conf_file, shown
 from hpcrl.config.judging import as_judges
 from hpcrl.launch.frozen import resolve_config
@@ -188,6 +188,7 @@ def _check_model(reading: LoadedConfig, config: Config) -> ModelFolder | None:
         reading.add(list(check_family(config, model.model_type, ("model", "path"), model.config)))
         reading.add(list(check_trainable(config, model.config, ("model", "path"))))
         reading.add(list(check_parts(config, model.config)))
+        reading.add(list(check_mtp(config, model.config, model.shapes or None)))
     if model.max_positions is not None:
         reading.add(list(check_length(config, model.max_positions, f"max_position_embeddings of {model.path}")))
     return model

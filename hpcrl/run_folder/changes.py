@@ -105,6 +105,8 @@ def permitted_changes(config: Mapping[str, Any], folder: Path) -> list[str]:
     changes = differences(stored, new)
     sections, obstacle = _of_engines(stored, new)
     may_change = (*MAY_CHANGE, *division_keys(config), *sections)
+    if "train" in ((each.get("model") or {}).get("mtp") for each in (stored, new)):  # it changes what checkpoints have
+        may_change = tuple(key for key in may_change if key != "model.mtp")
     refused = [line for key, line in changes if not is_below(key, may_change)]
     if obstacle:
         refused += [f"{line}: {obstacle}" for key, line in changes if key in ENGINE_KEYS]

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from hpcrl.config import ConfigError, TrainerConfig, parse
+from hpcrl.config import TrainerConfig
 from hpcrl.convert.__main__ import main as convert
 from hpcrl.engines import hf_folder
 from hpcrl.engines.train.fsdp2.critic import FSDP2Critic
@@ -165,8 +165,3 @@ def test_the_plan_says_what_becomes_of_mtp_layers() -> None:
     assert "left out of exports (model.mtp=drop)" in mtp_line(config, None, "drop")
     assert "but the weights have none; exports have 0" in mtp_line(config, names[:1], "keep")
     assert mtp_line({"num_hidden_layers": 2}, names, "keep") == ""
-
-
-def test_training_mtp_layers_is_refused_with_the_reason() -> None:
-    with pytest.raises(ConfigError, match=r"model\.mtp: expected 'keep' or 'drop': no engine trains MTP layers"):
-        parse({"model": {"mtp": "train"}})

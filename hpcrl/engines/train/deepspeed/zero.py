@@ -131,7 +131,7 @@ def fill(
                     init._convert_to_zero_parameters([parameter])  # also broadcasts
                 made[id(empty)] = made[id(parameter)] = parameter
             module._parameters[name] = made[id(empty)]
-    fill_buffers(model, source, device)
+    fill_buffers(model, {} if source is None else {"hf": source}, device)
 
 
 def start(model: PackedCausalLM, optimizer: torch.optim.Optimizer | None, config: dict[str, Any]) -> _Engine:

@@ -7,6 +7,7 @@ tensors.
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -23,6 +24,7 @@ from hpcrl.algorithms.interface import Objective, Outputs
 from hpcrl.checkpoint.writer import Files
 from hpcrl.config import Config, TrainerConfig
 from hpcrl.engines.expert_routes import routes_of
+from hpcrl.engines.hf_folder import mtp_files
 from hpcrl.engines.train import offloading
 from hpcrl.engines.train.dcp import Base
 from hpcrl.engines.train.fail_together import agreed
@@ -33,6 +35,13 @@ from hpcrl.engines.train.fsdp2.images import blocks_of, image_inputs, positions_
 from hpcrl.engines.train.fsdp2.lora import Adapters
 from hpcrl.engines.train.fsdp2.model import Inputs, PackedCausalLM, empty_model, read_model, write_model
 from hpcrl.engines.train.fsdp2.model_kind import CAUSAL, SEEING, Kind
+from hpcrl.engines.train.fsdp2.mtp_layer import (
+    MTPLayer,
+    MTPTraining,
+    empty_layer,
+    read_layer,
+    tensors_in_files,
+)
 from hpcrl.engines.train.fsdp2.optimizer import make_optimizer
 from hpcrl.engines.train.fsdp2.packed_attention import PackedLayout
 from hpcrl.engines.train.fsdp2.prefix_tree import share_prefixes
@@ -44,13 +53,13 @@ from hpcrl.engines.train.fsdp2.sharding import shard
 from hpcrl.engines.train.fsdp2.spec import SPEC, FSDP2Config
 from hpcrl.engines.train.fsdp2.tensor_parallel import TensorParallel
 from hpcrl.engines.train.fsdp2.trial import idle_parameters, try_architecture
-from hpcrl.engines.train.fsdp2.weights import NamedWeights, local
+from hpcrl.engines.train.fsdp2.weights import NamedWeights, full_tensor, local
 from hpcrl.engines.train.router_keys import ROUTER_KEYS
 from hpcrl.engines.train.schedule import learning_rate, update_stats
 from hpcrl.engines.train.training_engine import check_micro_batches
 from hpcrl.metrics.stats import Stats, merge
 from hpcrl.models.families import vision_of
-from hpcrl.models.mtp import MTP
+from hpcrl.models.mtp import ModelMTP, untrainable
 from hpcrl.rollout.batch import Batch, MicroBatches, Norms
 from hpcrl.rollout.batch_images import keys_of
 from hpcrl.rollout.device_copies import to_device, to_host
@@ -105,7 +114,7 @@ class FSDP2Engine:
         deterministic: bool = False,
         replay: bool = False,
         seed: int = 0,
-        mtp: MTP = "keep",
+        mtp: ModelMTP = "keep",
     ):
         """Load an HF folder and shard the model. Collective. ValueError on every rank if the folder cannot be used.
 
@@ -116,10 +125,10 @@ class FSDP2Engine:
             total_steps: Optimizer steps of the whole run, for the learning-rate schedule.
             trainable: False for a frozen model (the reference): no gradients, no optimizer.
             replay: Route tokens to the experts in the batch's field `routes`.
-            mtp: Whether exports have the folder's multi-token prediction layers.
+            mtp: Whether exports have the folder's multi-token prediction layers, or a trainable engine trains them.
         """
         self.config, self.model_path, self.total_steps = config, Path(model_path), total_steps
-        self.mtp: MTP = "drop" if "values" in self.computes else mtp
+        self.mtp: ModelMTP = "drop" if "values" in self.computes else mtp
         self.vision = vision_of(self.model_path)
         if self.vision is not None and self.kind is CAUSAL:
             self.kind = SEEING
@@ -145,6 +154,7 @@ class FSDP2Engine:
         obstacle = agreed(lambda: try_architecture(self, hf.config, ranks))
         table = agreed(lambda: self._routers(hf, replay))
         source = agreed(lambda: self._to_train(self._read_model(kept), seed) if self.mesh.rank == 0 else None)
+        self.mtp_training, self._empty_mtp, self._read_mtp = agreed(lambda: self._further_layer(hf.config, kept))
         self.num_parameters = sum(p.numel() for p in hf.parameters())
         self.num_trained = sum(p.numel() for p in hf.parameters() if p.requires_grad)
         self.tensor_parallel_plan = agreed(lambda: TensorParallel(hf, ranks.tensor)) if ranks.tensor.size > 1 else None
@@ -158,8 +168,9 @@ class FSDP2Engine:
         self.replay = RouterReplay(routers) if replay else None
         self.router_training = None if table is None else agreed(lambda: self._router_training(routers, table))
         self.shards = list(self.model.parameters())  # walking the modules takes a twentieth of a small step
+        self._of_mtp = [] if self.model.mtp is None else list(self.model.mtp.parameters())
         self._common = [p for name, p in self.model.named_parameters() if self._split_dim(name) is None]
-        del source
+        del source, self._empty_mtp, self._read_mtp
         self.packing = probe_packing(self, ranks, obstacle)
         self.model.set_head_dtype(config.head_dtype)
         dims = self.tensor_parallel_plan.dims if self.tensor_parallel_plan is not None else {}
@@ -234,16 +245,34 @@ class FSDP2Engine:
     def _as_part_of_whole(self, name: str, tensor: Tensor) -> Tensor:
         return self.mesh.as_part_of_whole(tensor, self._split_dim(name))
 
-    def _wrapped(self, hf: PreTrainedModel) -> PackedCausalLM:
+    def _further_layer(
+        self, model: PreTrainedConfig, dtype: torch.dtype
+    ) -> tuple[MTPTraining | None, MTPLayer | None, MTPLayer | None]:
+        """(its loss, the empty MTP layer, on rank 0 the one with weights), if it is trained. ValueError if it cannot
+        be."""
+        if self.mtp != "train" or not self.trainable:
+            return None, None, None
+        if self.mesh.tokens.all.size > 1 or self.lora is not None or self.config.freeze or self.vision is not None:
+            text = "the MTP layer is trained without tensor_parallel, context_parallel, trainer.lora, trainer.freeze"
+            raise ValueError(f"model.mtp=train: {text} and images; use keep")
+        names = list(mtp_files(self.model_path))
+        if why := untrainable(json.loads((self.model_path / "config.json").read_text()), names):
+            raise ValueError(f"model.mtp=train: {why}; use keep")
+        read = read_layer(self.model_path, model, dtype) if self.mesh.rank == 0 else None
+        training = MTPTraining(self.own.mtp_loss, self.own.attention, self.device)
+        return training, empty_layer(model, dtype), read
+
+    def _wrapped(self, hf: PreTrainedModel, mtp: MTPLayer | None = None) -> PackedCausalLM:
         hf.eval()  # no dropout: it would add noise to the ratio of two forward passes
         model = self.model_class(hf, self.config.logits_chunk_tokens, self.tensor_parallel_plan)
+        model.mtp = mtp
         if self.own.activation_checkpointing and self.trainable:
             model.checkpoint_activations(self.name)
         return model
 
     def _whole(self, source: PreTrainedModel) -> PackedCausalLM:
         """A single rank's unsharded model. Gradients of micro-batches are summed in fp32, as in FSDP2."""
-        model = self._wrapped(source).to(self.device)
+        model = self._wrapped(source, self._read_mtp).to(self.device)
         if self.trainable and self.dtype != torch.float32:
             for parameter in (p for p in model.parameters() if p.requires_grad):
                 parameter.register_post_accumulate_grad_hook(self._sum_in_fp32)
@@ -251,9 +280,10 @@ class FSDP2Engine:
 
     def _sharded(self, hf: PreTrainedModel, source: PreTrainedModel | None) -> PackedCausalLM:
         return shard(
-            self._wrapped(hf),
+            self._wrapped(hf, self._empty_mtp),
             source,
             self.mesh,
+            mtp=self._read_mtp,
             device=self.device,
             compute_dtype=self.compute_dtype,
             cpu_offload=self.own.cpu_offload,
@@ -273,7 +303,7 @@ class FSDP2Engine:
     def _make_optimizer(self) -> torch.optim.AdamW:
         idle = self._idle(self.model.hf.config) if self.sharded else frozenset[str]()
         return make_optimizer(
-            self.model.hf, self.config, self.compute_dtype, lambda parameter: parameter.ndim >= 2, idle
+            self.model.hf, self.config, self.compute_dtype, lambda parameter: parameter.ndim >= 2, idle, self.model.mtp
         )
 
     def _idle(self, model: PreTrainedConfig) -> frozenset[str]:
@@ -351,6 +381,23 @@ class FSDP2Engine:
         gradient = "entropy" in objective.outputs
         logprobs, entropies = self._forward(batch, objective.temperature, gradient or "entropy" in objective.logged)
         return Outputs(logprobs, entropies if gradient or entropies is None else entropies.detach())
+
+    def _outputs_and_mtp(self, batch: Batch, objective: Objective, norms: Norms) -> tuple[Outputs, Tensor, Stats]:
+        """As _outputs(), with the MTP layer's loss and its statistics."""
+        assert self.mtp_training is not None
+        inputs, places = self._inputs(batch)
+        limits = None if self.replay is None else batch.prefix_lengths().tolist()
+        further = self.mtp_training.inputs(batch, inputs.layout, limits)
+        targets = inputs.token_ids[places] if places.numel() else inputs.token_ids[:1]
+        gradient = "entropy" in objective.outputs
+        wanted = gradient or "entropy" in objective.logged
+        given = (*inputs, targets, objective.temperature, wanted, further)
+        logprobs, entropies, of_mtp, hits = self.model.with_mtp(*given)
+        entropies = None if entropies is None else spread(entropies, places, batch)
+        outputs = Outputs(
+            spread(logprobs, places, batch), entropies if gradient or entropies is None else entropies.detach()
+        )
+        return outputs, *self.mtp_training.loss(of_mtp, hits, further.weights, norms)
 
     def _split(self, micro_batches: MicroBatches, num_rows: int) -> MicroBatches:
         """The micro-batches to run: the given ones or, without packing, one per row and empty ones up to the same
@@ -436,7 +483,12 @@ class FSDP2Engine:
     def _train_on(self, micro_batch: Batch, objective: Objective, norms: Norms) -> list[Stats]:
         """Forward and backward pass; the stats of the loss, if the micro-batch has rows."""
         collected: list[Stats] = []
-        outputs = self._outputs(micro_batch, objective)
+        mtp_loss: Tensor | float = 0.0
+        if self.mtp_training is None:
+            outputs = self._outputs(micro_batch, objective)
+        else:
+            outputs, mtp_loss, stats = self._outputs_and_mtp(micro_batch, objective, norms)
+            collected.append(stats)
         computed = (outputs.logprobs, outputs.entropy, outputs.values)  # every rank runs the same backward pass
         loss: Any = sum(some.sum() for some in computed if some is not None and some.requires_grad)  # no rows: zero
         if micro_batch.num_sequences:
@@ -446,7 +498,7 @@ class FSDP2Engine:
             collected.append(stats)
         if self.router_training is not None:
             self.router_training.repeat()
-        self._backward(loss)
+        self._backward(loss if self.mtp_training is None else loss + mtp_loss)
         if self.router_training is not None:
             self.router_training.stop()
         return collected
@@ -485,7 +537,9 @@ class FSDP2Engine:
     def _update(self) -> Stats:
         """Clip, step and free the gradients. Stats only on rank 0, so they count once. Collective."""
         assert self.optimizer is not None
-        gradients = [local(p.grad) for p in self.shards if p.grad is not None]
+        self._clip_mtp()
+        own = {id(p) for p in self._of_mtp}
+        gradients = [local(p.grad) for p in self.shards if p.grad is not None and id(p) not in own]
         norm = _square(gradients)
         if self.tensor_parallel_plan is not None:  # all tensor-parallel ranks count the gradients of common parameters
             common = [local(p.grad) for p in self._common if p.grad is not None]
@@ -505,6 +559,21 @@ class FSDP2Engine:
                 self.router_training.move_biases()
         self.discard_gradients()
         return update_stats(rate, grad_norm) if self.mesh.rank == 0 else {}
+
+    def _clip_mtp(self) -> None:
+        """Clip the MTP layer's gradients by their own norm, so they do not change the policy's step. The layer keeps
+        its weights if they are not finite. Collective."""
+        if not self._of_mtp:
+            return
+        gradients = [local(p.grad) for p in self._of_mtp if p.grad is not None]
+        square = _square(gradients).to(self.device) / self.mesh.num_replicas
+        dist.all_reduce(square)
+        norm = math.sqrt(square.item())
+        if not math.isfinite(norm):
+            for parameter in self._of_mtp:
+                parameter.grad = None
+        elif norm > self.config.max_grad_norm:
+            torch._foreach_mul_(gradients, self.config.max_grad_norm / norm)
 
     def discard_gradients(self) -> None:
         """Free all gradients."""
@@ -599,8 +668,15 @@ class FSDP2Engine:
         named = self._gathered(names, {}) if self.sharded else ((name, self.weights[name].detach()) for name in names)
         kinds = {name: self._dtype_of(name) for name in names}
         weights = {name: t.to("cpu", kinds[name], copy=self.sharded) for name, t in named if is_writer}
+        mtp: Any = "keep" if self.mtp == "train" else self.mtp
+        if self.model.mtp is not None:
+            layer: dict[str, Tensor] = {}
+            for name, tensor in self.model.mtp.state_dict(keep_vars=True).items():
+                whole = full_tensor(tensor, self.dtype if isinstance(tensor, nn.Parameter) else tensor.dtype)
+                layer |= {name: whole.cpu()} if is_writer else {}
+            mtp = tensors_in_files(self.model_path, self.model.hf.config, layer, weights) if is_writer else mtp
         if is_writer:
-            write_model(self.model.hf, weights, self.model_path, Path(folder), self.mtp, self.lora)
+            write_model(self.model.hf, weights, self.model_path, Path(folder), mtp, self.lora)
         dist.barrier()
 
     def config_summary(self) -> dict[str, Any]:

@@ -95,15 +95,19 @@ class _TokenLogprobs(torch.autograd.Function):
         temperature: float,
         chunk_tokens: int,
         with_entropy: bool,
-    ) -> tuple[Tensor, Tensor]:
+        with_hits: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         logprobs = hidden.new_empty(hidden.shape[0], dtype=torch.float32)
         entropy = torch.zeros_like(logprobs)
+        hits = torch.zeros_like(targets, dtype=torch.bool)
         for start in range(0, hidden.shape[0], chunk_tokens):
             chunk = slice(start, start + chunk_tokens)
             logits = _logits(hidden[chunk], weight, bias, head, temperature)
             for rows, block in blocks_of(logits, start):
                 log_p = block.log_softmax(-1)
                 logprobs[rows] = log_p.gather(1, targets[rows, None])[:, 0]
+                if with_hits:
+                    hits[rows] = block.argmax(-1) == targets[rows]
                 if with_entropy:
                     entropy[rows] = -log_p.exp().mul_(log_p).sum(-1)
                 del block, log_p
@@ -111,17 +115,18 @@ class _TokenLogprobs(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight, bias, targets, entropy)
         ctx.head, ctx.temperature, ctx.chunk_tokens = head, temperature, chunk_tokens
         ctx.set_materialize_grads(False)  # None if no loss uses the entropy, which is mostly for the log
-        return logprobs, entropy
+        ctx.mark_non_differentiable(hits)
+        return logprobs, entropy, hits
 
     @staticmethod
-    def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None, _: Any) -> tuple[Any, ...]:
         """With z the scaled logits and p = softmax(z): dlogprob/dz = onehot - p, dentropy/dz = -p (log p + entropy)."""
         hidden, weight, bias, targets, entropy = ctx.saved_tensors
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(entropy)
         head, factor = ctx.head, ctx.head.scale / ctx.temperature
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         grad_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
         for start in range(0, hidden.shape[0], ctx.chunk_tokens):
             chunk = slice(start, start + ctx.chunk_tokens)
@@ -146,10 +151,12 @@ class _TokenLogprobs(torch.autograd.Function):
                 grad_bias += grad.sum(0)
             grad = grad.to(weight.dtype)
             torch.mm(grad, weight, out=grad_hidden[chunk])
-            grad_weight += grad.T @ hidden[chunk]
+            if grad_weight is not None:
+                grad_weight += grad.T @ hidden[chunk]
             del grad  # before the next chunk is made
         grad_bias = None if grad_bias is None else grad_bias.to(bias.dtype)
-        return grad_hidden, grad_weight.to(weight.dtype), grad_bias, None, None, None, None, None
+        grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None, None
 
 
 def token_logprobs(
@@ -172,5 +179,15 @@ def token_logprobs(
         targets: int64 [N], the tokens to predict.
         chunk_tokens: At most chunk_tokens x V logits exist at once in either pass.
     """
-    logprobs, entropies = _TokenLogprobs.apply(hidden, weight, bias, targets, head, temperature, chunk_tokens, entropy)
+    given = (hidden, weight, bias, targets, head, temperature, chunk_tokens, entropy, False)
+    logprobs, entropies, _ = _TokenLogprobs.apply(*given)
     return logprobs, entropies if entropy else None
+
+
+def token_hits(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, *, head: Head, chunk_tokens: int
+) -> tuple[Tensor, Tensor]:
+    """(float32 [N], bool [N]): log-probs as from token_logprobs() at temperature 1, and whether the target is the most
+    probable token."""
+    logprobs, _, hits = _TokenLogprobs.apply(hidden, weight, bias, targets, head, 1.0, chunk_tokens, False, True)
+    return logprobs, hits

@@ -8,7 +8,7 @@ import errno
 import functools
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,14 +18,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.utils import logging as transformers_logging
 
 from hpcrl.engines.hf_folder import add_mtp, copy_beside_weights, save_model, write_config
 from hpcrl.engines.train.fsdp2.exchange import assemble
 from hpcrl.engines.train.fsdp2.images import ImageInputs
-from hpcrl.engines.train.fsdp2.logits import Head, token_logprobs
+from hpcrl.engines.train.fsdp2.logits import Head, token_hits, token_logprobs
 from hpcrl.engines.train.fsdp2.lora import Adapters
-from hpcrl.engines.train.fsdp2.model_kind import CAUSAL, Kind, body_of, decoder_of
+from hpcrl.engines.train.fsdp2.model_kind import CAUSAL, Kind, body_of, decoder_of, quiet
+from hpcrl.engines.train.fsdp2.mtp_layer import MTPInputs, MTPLayer
 from hpcrl.engines.train.fsdp2.packed_attention import (
     PACKED_ATTENTION,
     AttentionLayout,
@@ -65,12 +65,13 @@ class Inputs(NamedTuple):
 class PackedCausalLM(nn.Module):
     """Wraps a transformers model. Parameters are used only inside forward methods, for which FSDP gathers them."""
 
-    other_forwards: tuple[str, ...] = ("own_logprobs",)  # methods besides forward() that use parameters
+    other_forwards: tuple[str, ...] = ("own_logprobs", "with_mtp")  # methods besides forward() that use parameters
 
     def __init__(self, hf: PreTrainedModel, chunk_tokens: int, tensor_parallel_plan: TensorParallel | None = None):
         """tensor_parallel_plan: of `hf`."""
         super().__init__()
         self.hf, self.tensor_parallel_plan = hf, tensor_parallel_plan
+        self.mtp: MTPLayer | None = None
         text = hf.config.get_text_config()
         self.head = Head.from_config(text)
         self.chunk_tokens = chunk_tokens
@@ -125,7 +126,7 @@ class PackedCausalLM(nn.Module):
         transformers supports this only in training mode, in which some layers (OPT) apply dropout. Here, layers are
         wrapped and stay in evaluation mode, so recomputation is deterministic.
         """
-        layers = [module for module in self.hf.modules() if isinstance(module, GradientCheckpointingLayer)]
+        layers = [module for module in self.modules() if isinstance(module, GradientCheckpointingLayer)]
         if not layers:
             raise ValueError(
                 f"trainer.{engine}.activation_checkpointing=true: {self.hf.config.model_type} has no layers that can "
@@ -153,8 +154,46 @@ class PackedCausalLM(nn.Module):
         no layout. `images` are those of the micro-batch; None if the model takes none. Collective over the layout's
         ranks: each rank computes its share and gets all results.
         """
-        num_targets = len(targets)
-        states, mine = self._states(token_ids, positions, layout, before, images)
+        hidden, before, mine = self._hidden(token_ids, positions, layout, before, images)
+        return self._scores(hidden, before, mine, layout, targets, temperature, entropy)
+
+    def with_mtp(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        layout: PackedLayout | None,
+        before: Tensor,
+        images: ImageInputs | None,
+        targets: Tensor,
+        temperature: float,
+        entropy: bool,
+        further: MTPInputs,
+    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+        """As forward(), and of further.targets: log-probs float32 [M] of the MTP layer, whose gradients reach only this
+        layer, and whether each is its most probable token, bool [M]."""
+        assert self.mtp is not None and images is None
+        hidden, before, mine = self._hidden(token_ids, positions, layout, before, images)
+        scores = self._scores(hidden, before, mine, layout, targets, temperature, entropy)
+        with torch.no_grad():
+            embedded = self.hf.get_input_embeddings()(further.token_ids)
+            rotation = decoder_of(self.hf).rotary_emb(embedded[None], further.positions[None])
+        states = self.mtp(hidden.detach().index_select(0, further.states), embedded, rotation, further.layout)
+        weight, bias = self.projection()
+        states = states.index_select(0, further.before)
+        given = (states, weight.detach(), None if bias is None else bias.detach(), further.targets)
+        return *scores, *token_hits(*given, head=self.head, chunk_tokens=self.chunk_tokens)
+
+    def _scores(
+        self,
+        hidden: Tensor,
+        before: Tensor,
+        mine: Tensor | None,
+        layout: PackedLayout | None,
+        targets: Tensor,
+        temperature: float,
+        entropy: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        states, num_targets = hidden.index_select(0, before), len(targets)
         weight, bias = self.projection()
         logprobs, entropies = token_logprobs(
             states,
@@ -187,6 +226,19 @@ class PackedCausalLM(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Hidden states [n, h] after this rank's share of the tokens `before`, and the share's indices in `before`, or
         None if the share is all of them."""
+        hidden, before, mine = self._hidden(token_ids, positions, layout, before, images)
+        return hidden.index_select(0, before), mine
+
+    def _hidden(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        layout: PackedLayout | None,
+        before: Tensor,
+        images: ImageInputs | None,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Hidden states [k, h] of this rank's tokens, the indices in them of its share of `before`, and the share as
+        from _states()."""
         packed: dict[str, Any] = {}
         mine = None
         self._begin(layout)
@@ -209,7 +261,7 @@ class PackedCausalLM(nn.Module):
                 packed["attention_mask"] = self._masks(images.numbers, images.both_ways, packed["inputs_embeds"].dtype)
         with contextlib.nullcontext() if layout is None else sequences_are_known():
             hidden = decoder(use_cache=False, **packed).last_hidden_state[0]
-        return hidden.index_select(0, before), mine
+        return hidden, before, mine
 
     def _masks(self, numbers: Tensor, both_ways: BothWays, dtype: torch.dtype) -> dict[str, Tensor]:
         """What to add to a sequence's scores [1, 1, T, T] in each kind of layer, so an image's tokens attend to each
@@ -267,20 +319,6 @@ class PackedCausalLM(nn.Module):
         return logits.log_softmax(-1).gather(1, token_ids[1:, None])[:, 0]
 
 
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence transformers' progress bar and load report; relevant problems still raise errors."""
-    verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
-    transformers_logging.set_verbosity(transformers_logging.CRITICAL)
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        transformers_logging.set_verbosity(verbosity)
-        if bars:
-            transformers_logging.enable_progress_bar()
-
-
 def empty_model(path: Path, dtype: torch.dtype, kind: Kind = CAUSAL) -> PreTrainedModel:
     """The model of a folder's config.json, on the meta device. ValueError if the folder has no model of this kind."""
     if not (path / "config.json").is_file():
@@ -289,7 +327,7 @@ def empty_model(path: Path, dtype: torch.dtype, kind: Kind = CAUSAL) -> PreTrain
         raise ValueError(f"model.path {path}: no weights; one of {', '.join(WEIGHT_FILES)} must be there")
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True, **kind.options)
-        with torch.device("meta"), _quiet():
+        with torch.device("meta"), quiet():
             return kind.auto.from_config(config, dtype=dtype)
     except Exception as error:  # from the config's or the model's own code, such as a missing package
         raise ValueError(f"model.path {path}: config.json makes no {kind.what}: {_line(error)}") from error
@@ -298,7 +336,7 @@ def empty_model(path: Path, dtype: torch.dtype, kind: Kind = CAUSAL) -> PreTrain
 def read_model(path: Path, dtype: torch.dtype, kind: Kind = CAUSAL) -> PreTrainedModel:
     """The model with its weights, on the CPU. ValueError names the first missing or mismatched tensor."""
     try:
-        with _quiet():
+        with quiet():
             loaded: Any = kind.auto.from_pretrained(
                 path,
                 dtype=dtype,
@@ -324,19 +362,24 @@ def read_model(path: Path, dtype: torch.dtype, kind: Kind = CAUSAL) -> PreTraine
 
 
 def write_model(
-    hf: PreTrainedModel, weights: dict[str, Tensor], origin: Path, folder: Path, mtp: MTP, lora: Adapters | None = None
+    hf: PreTrainedModel,
+    weights: dict[str, Tensor],
+    origin: Path,
+    folder: Path,
+    mtp: MTP | Mapping[str, Tensor],
+    lora: Adapters | None = None,
 ) -> None:
-    """Write weights (by name), config and index, and copy tokenizer, generation config and, according to `mtp`, the
-    multi-token prediction layers from `origin`. Adapters are merged, and also written to the subfolder `adapter` for
-    peft. The folder is written completely or left unchanged;
-    OSError gives the cause."""
+    """Write weights (by name), config and index, and copy tokenizer and generation config from `origin`. `mtp` are the
+    tensors of its multi-token prediction layers in files, or whether they are copied, too. Adapters are merged, and
+    also written to the subfolder `adapter` for peft. The folder is written completely or left unchanged; OSError gives
+    the cause."""
     with new_folder(folder) as partial:
         try:
             if lora is not None:
                 lora.write(weights, hf, origin, partial / "adapter")
                 weights = lora.merged(weights, hf)
             dtype = next(iter(weights.values())).dtype  # may differ from the dtype of `hf`
-            with _quiet():
+            with quiet():
                 save_model(hf, partial, state_dict=weights, max_shard_size="5GB")
             write_config(partial, partial, dtype)
             add_mtp(origin, partial, mtp)

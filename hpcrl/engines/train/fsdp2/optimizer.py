@@ -20,6 +20,7 @@ def make_optimizer(
     dtype: torch.dtype,
     is_matrix: Callable[[Tensor], bool],
     idle: Collection[str] = (),
+    further: nn.Module | None = None,
 ) -> torch.optim.AdamW:
     """The configured optimizer for the trained parameters, with weight decay for matrices but not for biases and norms.
 
@@ -27,14 +28,17 @@ def make_optimizer(
         dtype: The compute dtype.
         is_matrix: Whether a parameter has at least two dimensions. It gets weight decay, unless it is the biases of a
             layer's experts.
+        further: A trained layer outside of `hf`.
         idle: Names of parameters whose gradients are always zero. They get no decay, so they do not change.
     """
     kind: type[torch.optim.AdamW] = SPEC.optimizers[config.optimizer].load()
     takes = kind.takes if issubclass(kind, ForMatrices) else lambda parameter: False
-    biases = {id(p) for name, p in hf.named_parameters() if name.endswith("bias")}
+    outside = {} if further is None else dict(further.named_parameters())
+    named = [*hf.named_parameters(), *outside.items()]
+    biases = {id(p) for name, p in named if name.endswith("bias")}
     still = {id(p) for name, p in hf.named_parameters() if name in idle}
-    special = {id(p) for p in in_layers(hf) if is_matrix(p) and takes(p)} - biases - still
-    parameters = [p for p in hf.parameters() if p.requires_grad]
+    special = {id(p) for p in (*in_layers(hf), *outside.values()) if is_matrix(p) and takes(p)} - biases - still
+    parameters = [p for _, p in named if p.requires_grad]
     rest = [p for p in parameters if id(p) not in special]
     shrinks = {id(p) for p in rest if is_matrix(p)} - still - biases
     decayed = {"weight_decay": config.weight_decay}

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -19,6 +21,7 @@ from transformers import PreTrainedModel
 
 from hpcrl.engines.train.fsdp2.device_mesh import ParallelMesh
 from hpcrl.engines.train.fsdp2.model import PackedCausalLM
+from hpcrl.engines.train.fsdp2.mtp_layer import MTPLayer
 
 
 def shard(
@@ -26,13 +29,15 @@ def shard(
     source: PreTrainedModel | None,
     mesh: ParallelMesh,
     *,
+    mtp: MTPLayer | None = None,
     device: torch.device,
     compute_dtype: torch.dtype,
     cpu_offload: bool,
     by_layer: bool,
 ) -> PackedCausalLM:
-    """Shard an empty model, then fill it tensor by tensor from rank 0's copy, so no other rank holds a full model. With
-    by_layer, each layer is gathered when it computes, instead of all layers at once. Collective."""
+    """Shard an empty model, then fill it tensor by tensor from rank 0's copy, `source` and, if its MTP layer is
+    trained, `mtp`, so no other rank holds a full model. With by_layer, each layer is gathered when it computes, instead
+    of all layers at once. Collective."""
 
     def computed_in(dtype: torch.dtype) -> MixedPrecisionPolicy:
         return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
@@ -44,7 +49,7 @@ def shard(
     }
     names = [name for name, _ in model.named_parameters()]
     if by_layer:
-        for module in list(model.hf.modules()):
+        for module in list(model.modules()):
             if type(module).__name__ in (model.hf._no_split_modules or ()):
                 fully_shard(module, **options)
     for module in model.in_float32():
@@ -60,31 +65,31 @@ def shard(
             module.set_reduce_scatter_unused_params(True)  # on some ranks, an expert may get no tokens
 
     model.to_empty(device="cpu" if cpu_offload else device)
-    full = dict(source.named_parameters()) if source is not None else {}
+    parts = {"hf": source, "mtp": mtp}
+    full = {f"{part}.{name}": p for part, held in parts.items() if held for name, p in held.named_parameters()}
     split_dims = model.tensor_parallel_plan.dims if model.tensor_parallel_plan is not None else {}
     with torch.no_grad():
         for name in names:
-            part, key = cast(DTensor, model.get_parameter(name)), name.removeprefix("hf.")
-            dim = split_dims.get(key)
+            part = cast(DTensor, model.get_parameter(name))
+            dim = split_dims.get(name.removeprefix("hf."))
             shape = mesh.as_part_of_whole(part, dim).shape
-            whole = full[key].to(device) if full else torch.empty(shape, dtype=part.dtype, device=device)
+            whole = full[name].to(device) if full else torch.empty(shape, dtype=part.dtype, device=device)
             own = distribute_tensor(whole, mesh.parts, mesh.placements(dim)).to_local()
             if mesh.num_replicas > 1:
                 dist.broadcast(own, group=mesh.replicas.group, group_src=0)
             part.to_local().copy_(own)
-    fill_buffers(model, source, device)
+    fill_buffers(model, {part: held for part, held in parts.items() if held}, device)
     return model
 
 
 @torch.no_grad()
-def fill_buffers(model: PackedCausalLM, source: PreTrainedModel | None, device: torch.device) -> None:
-    """Broadcast rank 0's buffers to every rank. Collective."""
-    buffers = dict(source.named_buffers()) if source is not None else {}
+def fill_buffers(model: PackedCausalLM, source: Mapping[str, nn.Module], device: torch.device) -> None:
+    """Broadcast rank 0's buffers, of the modules of `model` with these names, to every rank. Collective."""
+    buffers = {f"{part}.{name}": buffer for part, held in source.items() for name, buffer in held.named_buffers()}
     kinds = [{name: buffer.dtype for name, buffer in buffers.items()}]  # some stay in float32 when they are read
     dist.broadcast_object_list(kinds, 0)
     for name, buffer in list(model.named_buffers()):
-        key = name.removeprefix("hf.")
-        whole = buffers[key].to(device) if buffers else torch.empty_like(buffer, dtype=kinds[0][key], device=device)
+        whole = buffers[name].to(device) if buffers else torch.empty_like(buffer, dtype=kinds[0][name], device=device)
         dist.broadcast(whole, 0)
         owner, _, key = name.rpartition(".")
         setattr(model.get_submodule(owner), key, whole)

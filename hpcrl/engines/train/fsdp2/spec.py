@@ -12,7 +12,7 @@ from hpcrl.models.families import family_of
 from hpcrl.models.rope import LENGTH_DEPENDENT, rope_types
 from hpcrl.models.transformers_models import untrainable
 from hpcrl.spec.division import Division, DivisionError
-from hpcrl.spec.fields import NonNegative, Positive, Section
+from hpcrl.spec.fields import NonNegative, Positive, PositiveFloat, Section
 from hpcrl.spec.kinds import ADAMW, Spec, TrainEngineSpec
 from hpcrl.spec.media import IMAGE
 from hpcrl.spec.problems import Problem, engine_problem
@@ -51,6 +51,10 @@ class FSDP2Config(Section):
     expert_bias_rate: NonNegative = 0.0
     """Mixture of experts whose routers have a bias per expert (DeepSeek-V3, GLM-4.5): change of a bias in a step,
     towards an even load (arXiv 2408.15664; .001 in DeepSeek-V3's own training). 0: biases do not change."""
+
+    mtp_loss: PositiveFloat = 0.1
+    """With model.mtp=train: coefficient of the mean cross-entropy of the multi-token prediction layer (arXiv
+    2412.19437), whose gradients reach only this layer."""
 
     @property
     def ranks_of_a_row(self) -> int:
@@ -136,12 +140,24 @@ def _check(config: Any) -> Iterator[Problem]:
     own = config.trainer.section(FSDP2Config)
     yield from check_attention(config, own, AT)
     yield from frozen_routers(config, own, problem)
+    yield from _check_mtp(config, own)
     if config.lora is not None and own.tensor_parallel > 1:
         text = (
             f"{own.tensor_parallel}, but matrices with adapters are not split; use 1, and context_parallel or replicas"
         )
         involved = (("trainer", "lora"), ("trainer", "fsdp2", "context_parallel"))
         yield Problem((*AT, "tensor_parallel"), f"trainer.fsdp2.tensor_parallel: {text}", involved)
+
+
+def _check_mtp(config: Any, own: FSDP2Config) -> Iterator[Problem]:
+    """Report what the training of an MTP layer does not support."""
+    if config.model.mtp != "train":
+        return
+    split = {f"trainer.fsdp2.{key}": getattr(own, key) > 1 for key in ("tensor_parallel", "context_parallel")}
+    whole = {"trainer.lora": config.lora is not None, "trainer.freeze": bool(config.trainer.freeze)}
+    for key in [key for key, used in (split | whole).items() if used]:
+        text = f"train needs whole layers of the policy, all trained, without {key}; use keep"
+        yield Problem(("model", "mtp"), f"model.mtp: {text}", (tuple(key.split(".")),))
 
 
 def _check_muon(config: Any) -> Iterator[Problem]:
@@ -221,5 +237,6 @@ SPEC = TrainEngineSpec(
     lora=True,
     make_critic="hpcrl.engines.train.fsdp2.critic:make",
     router_replay=True,
-    policy_keys=ROUTER_KEYS,
+    policy_keys=(*ROUTER_KEYS, "mtp_loss"),
+    trains_mtp=True,
 )

@@ -66,7 +66,7 @@ def make(config: Config, model_path: Path, total_steps: int, trainable: bool) ->
         trainable=trainable,
         deterministic=config.deterministic,
         replay=trainable and routes_of(config, model_path) is not None,
-        mtp=config.model.mtp,
+        mtp=config.model.mtp if config.model.mtp != "train" else "keep",
         seed=config.seed,
     )
 
