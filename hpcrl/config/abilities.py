@@ -131,12 +131,9 @@ def _lora(config: Config) -> Iterator[Problem]:
         )
         at = ("trainer", "lora")
         yield Problem((*at, "dropout"), f"trainer.lora.dropout: {text}", ((*at, "parts"),))
-    if "experts" in config.lora.parts and (config.generates or config.evaluates):
-        text = "no generator applies adapters of experts; leave experts out, or use pipeline=sft with eval_every=0"
-        yield Problem(("trainer", "lora", "parts"), f"trainer.lora.parts: {text}", (("generator", "engine"),))
     for role, runs, table in (
         ("trainer", True, TRAIN_ENGINES),
-        ("generator", config.generates or config.evaluates, GEN_ENGINES),
+        ("generator", config.published_lora and (config.generates or config.evaluates), GEN_ENGINES),
     ):
         path, name = (role, "engine"), str(getattr(config, role).engine)
         if runs and not table[name].lora:  # type: ignore[attr-defined]

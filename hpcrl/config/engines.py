@@ -36,7 +36,8 @@ class LoRAConfig(Section):
     parts: Annotated[list[Literal["decoder", "experts", "vision", "merger"]], Field(min_length=1)] = ["decoder"]
     """Parts of the model that get adapters. decoder: without experts; experts: the stacked matrices of a mixture, with
     an adapter for each expert (peft's target_parameters); vision: the vision tower without its merger; merger: the
-    layers between tower and decoder. All other weights are frozen."""
+    layers between tower and decoder. All other weights are frozen. With experts, generators get no adapters but all
+    matrices that have one, merged."""
 
     def rank_of(self, module: str) -> int:
         """The rank of a layer's adapter."""
@@ -49,6 +50,11 @@ class LoRAConfig(Section):
     def scale_of(self, module: str) -> float:
         """A layer's alpha / rank."""
         return self.alpha_of(module) / self.rank_of(module)
+
+    @property
+    def are_merged(self) -> bool:
+        """Whether generators get matrices with adapters merged, since none applies adapters of experts."""
+        return "experts" in self.parts
 
     @property
     def max_rank(self) -> int:

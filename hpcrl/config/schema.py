@@ -211,6 +211,16 @@ class Config(Section):
         return self.trainer.lora if self.trainer.lora.rank and self.debug != "fake" else None
 
     @property
+    def published_lora(self) -> LoRAConfig | None:
+        """The adapters that generators get and apply to frozen weights; None if they get whole weights."""
+        return None if self.merges_adapters else self.lora
+
+    @property
+    def merges_adapters(self) -> bool:
+        """Whether weights with adapters are merged for generators."""
+        return self.lora is not None and self.lora.are_merged
+
+    @property
     def base_dtype(self) -> str:
         """The trainer's type of frozen weights with adapters, or of all weights without."""
         return self.model.dtype if self.lora is None else self.trainer.param_dtype

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -9,8 +10,11 @@ from dataclasses import replace
 from hpcrl.config import Config, LoRAConfig, Problem
 from hpcrl.models.shape import ModelShape, Parameter
 from hpcrl.models.tower import PREFIX, part_of
+from hpcrl.planner.memory_parts import BYTES
 from hpcrl.spec import freeze
-from hpcrl.spec.lora import STACKED, A, B, matches, unknown, unmatched
+from hpcrl.spec.lora import STACKED, A, B, adapted, matches, unknown, unmatched
+from hpcrl.spec.tables import GEN_ENGINES
+from hpcrl.spec.weight_layout import TensorShards, keepable
 
 HEAD = "lm_head.weight"
 EMBEDDING = re.compile(r"(embed\w*|wpe|wte)\.weight$")
@@ -57,12 +61,42 @@ def adapters(lora: LoRAConfig | None, shape: ModelShape) -> list[Parameter]:
 
 
 def trained(config: Config, shape: ModelShape) -> ModelShape:
-    """The shape with only the parameters that are trained and published: the adapters' if there are any, else all but
-    those of trainer.freeze."""
+    """The shape with only the parameters that are trained: the adapters' if there are any, else all but those of
+    trainer.freeze."""
     if config.lora is not None:
         return replace(shape, parameters=tuple(adapters(config.lora, shape)))
     left = set(frozen(config, shape).parameters)
     return replace(shape, parameters=tuple(p for p in shape.parameters if p not in left)) if left else shape
+
+
+def published(config: Config, shape: ModelShape, first: bool = False) -> ModelShape:
+    """The shape with only the parameters in an update: the trained ones or, if adapters are merged, the matrices that
+    have one, with what belongs to the same blocks (keepable). If the engine does not keep the others, and in a
+    replica's `first` update, all of a model without adapters."""
+    if not config.merges_adapters:
+        return trained(config, shape)
+    if first or not GEN_ENGINES[config.gen_engine].keeps_weights:
+        return shape
+    own = {adapted(parameter.name) for parameter in adapters(config.lora, shape)}
+    kept = keepable([TensorShards(p.name, "", p.shape, (), frozen=p.name not in own) for p in shape.parameters])
+    return replace(shape, parameters=tuple(p for p in shape.parameters if p.name not in kept))
+
+
+def merging_bytes(config: Config, shape: ModelShape, num_shards: int = 1) -> int:
+    """Bytes that a trainer rank needs to merge its shard of rows of the largest matrix with an adapter: the matrix and
+    the sum in float32, the sum in the adapters' dtype, and the whole adapter. 0 if no generator gets merged weights."""
+    if not config.merges_adapters or not (config.generates or config.evaluates):
+        return 0
+    whole = {parameter.name: parameter.shape for parameter in shape.parameters}
+    adapter, most = BYTES[config.model.dtype], 0
+    pairs: dict[str, int] = {}
+    for parameter in adapters(config.lora, shape):
+        name = adapted(parameter.name)
+        pairs[name] = pairs.get(name, 0) + parameter.size * adapter
+    for name, pair in pairs.items():
+        rows, *rest = whole[name]
+        most = max(most, -(-rows // num_shards) * math.prod(rest) * (2 * BYTES["float32"] + adapter) + pair)
+    return most
 
 
 def frozen(config: Config, shape: ModelShape) -> ModelShape:

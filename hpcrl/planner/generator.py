@@ -10,7 +10,7 @@ from hpcrl.comm.weight_plan import BUCKET_BYTES, ITEM_BYTES
 from hpcrl.config import Config, RoleName
 from hpcrl.models.shape import ModelShape, Parameter
 from hpcrl.planner.activations import FP32
-from hpcrl.planner.adapters import adapters, trained
+from hpcrl.planner.adapters import adapters, published
 from hpcrl.planner.image_memory import (
     feature_bytes,
     image_limit,
@@ -40,8 +40,9 @@ def generator_parts(
     generator, rollout, tensor = config.generator, config.rollout, config.layout.generator.tensor_parallel
     num_bytes, slots = BYTES[generator.dtype], generator.max_num_seqs
     weights = sum(split_size(p, shape, tensor, tensor) for p in shape.parameters) * num_bytes
-    low_rank, engine = sum(p.size for p in adapters(config.lora, shape)) * num_bytes, GEN_ENGINES[config.gen_engine]
-    away = tuple(phase for phase in PHASES if phase not in resident) if config.lora is not None else ()
+    lora, engine = config.published_lora, GEN_ENGINES[config.gen_engine]
+    low_rank = sum(p.size for p in adapters(lora, shape)) * num_bytes
+    away = tuple(phase for phase in PHASES if phase not in resident) if lora is not None else ()
     if not engine.sleeps:  # frozen weights are read once from the model's folder, and stay on the device
         resident, away = (*resident, *away), ()
     truncates = rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0
@@ -84,7 +85,9 @@ def _images(config: Config, shape: ModelShape, prefill: int) -> tuple[int, int]:
 
 
 def in_one_process(config: Config, layout: RoleLayout) -> bool:
-    """Whether the only trainer rank, which has plain parameters, is the only generator rank."""
+    """Whether the only trainer rank, whose plain parameters are what it publishes, is the only generator rank."""
+    if config.merges_adapters:
+        return False
     trainers = layout.ranks["trainer"]
     return trainers == layout.ranks["generator"] and TRAIN_ENGINES[config.train_engine].unsharded(config, len(trainers))
 
@@ -166,7 +169,7 @@ def rollout_transfer_parts(
         parts.append(Part("trainer", "weights to send", sent, ("publish",)))
     if "generator" in roles:
         received = 2 * step * max(needed) // sum(needed)
-        received += max(p.size for p in trained(config, shape).parameters) * BYTES[config.generator.dtype]
+        received += max(p.size for p in published(config, shape, first=True).parameters) * BYTES[config.generator.dtype]
         parts.append(Part("generator", "weights received", received, ("publish",)))
     return parts
 
@@ -175,7 +178,7 @@ def needed_bytes(config: Config, layout: RoleLayout, shape: ModelShape) -> list[
     """Bytes of new weights that each rank of a replica requires."""
     need, size = GEN_ENGINES[config.gen_engine].required_slices, layout.generator_tensor_parallel
     alike: dict[tuple[object, ...], list[Parameter]] = {}  # tensors of different layers, of which a rank needs as many
-    for p in trained(config, shape).parameters:
+    for p in published(config, shape).parameters:
         alike.setdefault((NUMBER.sub(".", p.name), p.shape, p.split), []).append(p)
     return [
         sum(
@@ -193,7 +196,7 @@ def update_traffic(config: Config, layout: RoleLayout, shape: ModelShape) -> tup
     """
     trainers = len(layout.ranks["trainer"])
     if layout.generates_on_trainers:
-        whole = trained(config, shape).num_parameters * BYTES[config.generator.dtype]
+        whole = published(config, shape).num_parameters * BYTES[config.generator.dtype]
         return whole - whole // trainers, whole - whole // trainers
     needed = needed_bytes(config, layout, shape)
     return max(needed), sum(needed) * len(layout.replicas) // trainers

@@ -14,12 +14,13 @@ from torch import Tensor
 from hpcrl.config import TrainerConfig, parse
 from hpcrl.engines.train.deepspeed.spec import DeepSpeedConfig
 from hpcrl.engines.train.fsdp2 import engine as fsdp2
+from hpcrl.engines.train.fsdp2.engine import FSDP2Engine
 from hpcrl.launch.model_folder import inspect_model
 from hpcrl.models.families import read_shape
 from hpcrl.planner.trainer import checkpoint_bytes, trainer_parts
 from hpcrl.rollout.batch import Batch
 from tests.checkpoint.writing import write_files
-from tests.contracts.test_train_engine import check_contract
+from tests.contracts.test_train_engine import check_contract, check_weights
 from tests.contracts.train.deepspeed import gradients
 from tests.engines import test_lora
 from tests.engines.test_lora import LENGTHS, LORA, check_generator, native, share, step
@@ -201,8 +202,15 @@ def _experts_on_ranks(folder: Path) -> dict[str, dict[str, Tensor]]:
         trainer = make()
         for _ in range(2):
             step(trainer, whole)
-        found[name] = {name: tensor.clone() for name, tensor in trainer.named_weights()}
+        check_weights(trainer)
+        found[name] = named(trainer)
     return found
+
+
+def named(trainer: FSDP2Engine) -> dict[str, Tensor]:
+    """Adapters and the weights in which they are merged. Collective."""
+    both = (*trainer._gathered(trainer.weights.names, {}), *trainer.named_weights())
+    return {name: tensor.clone() for name, tensor in both}
 
 
 STABLE = {"lora": EXPERTS, "eps": 1e-4}
@@ -214,8 +222,9 @@ def test_adapters_of_experts_take_the_steps_of_one_rank(tmp_path: Path, world_of
     trainer = test_lora.engine(folder, **STABLE)
     for _ in range(2):
         step(trainer, whole)
-    want = dict(trainer.named_weights())
+    want = named(trainer)
     assert sum("experts.lora.gate_up_proj.lora_B" in name for name in want) == 2
+    assert sum(name.endswith("experts.gate_up_proj") for name in want) == 2
     for results_of_rank in run_ranks(2, _experts_on_ranks, folder):
         for name, found in results_of_rank.items():
             assert found.keys() == want.keys(), name

@@ -35,10 +35,11 @@ from hpcrl.models.families import read_shape
 from hpcrl.planner.adapters import adapters, check_targets
 from hpcrl.rollout.batch import Batch, batch_from_samples
 from hpcrl.rollout.types import FinishReason, Sample
-from hpcrl.spec.lora import layer_of
+from hpcrl.spec.lora import adapted, layer_of
+from hpcrl.spec.weight_layout import keepable
 from hpcrl.workers.one_process import OneProcess
 from tests.checkpoint.writing import write_files
-from tests.contracts.test_train_engine import check_contract
+from tests.contracts.test_train_engine import check_contract, check_weights
 from tests.contracts.train.fsdp2 import gradients
 from tests.engines.architectures import make_folder as make_tiny_folder
 from tests.engines.test_fsdp2 import worst_difference
@@ -121,8 +122,11 @@ def test_gradients_match_peft(family: str, lora: dict[str, Any], tmp_path: Path,
     assert worst_difference(mine, theirs) < 1e-5
     shape = read_shape(json.loads((folder / "config.json").read_text()))
     planned = {p.name: p.shape for p in adapters(trainer.config.lora, shape)}
-    assert {held.name: held.shape for held in trainer.weight_layout()} == planned
     with_experts = "experts" in trainer.config.lora.parts
+    of_generators = {p.name: p.shape for p in shape.parameters} if with_experts else planned
+    assert {held.name: held.shape for held in trainer.weight_layout()} == of_generators
+    changing = {held.name for held in trainer.weight_layout() if not held.frozen}
+    assert changing == ({adapted(name) for name in planned} if with_experts else planned.keys())
     assert len(mine) == len(planned) > 0 and not any("mlp.gate." in name for name in mine)
     assert any("experts" in name for name in mine) == with_experts
     plan = [list(range(len(LENGTHS)))]
@@ -209,13 +213,22 @@ def test_patterns_must_match_adapters(tmp_path: Path, world_of_one: None) -> Non
         ({"rank_pattern": {"q_proj": 0}}, "trainer.lora.rank_pattern.q_proj: "),
         ({"dropout": 1.0}, "trainer.lora.dropout: "),
         ({"dropout": 0.1, "parts": ["experts"]}, "trainer.lora.dropout: experts' adapters change their matrices"),
-        ({"parts": ["experts"]}, "trainer.lora.parts: no generator applies adapters of experts; leave experts out"),
         ({"use_rslora": True}, "trainer.lora.use_rslora: unknown key"),
         ({"use_dora": True}, "trainer.lora.use_dora: unknown key"),
     ):
         with pytest.raises(ConfigError) as caught:
             parse({"trainer": {"lora": {"rank": 4, **lora}}})
         assert any(expected in line for line in caught.value.problems), caught.value.problems
+
+
+def test_every_generator_takes_matrices_merged_with_adapters_of_experts() -> None:
+    for name in ("native", "vllm", "sglang"):
+        config = parse({"trainer": {"lora": {"rank": 4, "parts": ["experts"]}}, "generator": {"engine": name}})
+        assert config.merges_adapters and config.published_lora is None and config.reference_is_base
+    with pytest.raises(ConfigError, match="the sglang generator does not support adapters"):
+        parse({"trainer": {"lora": {"rank": 4}}, "generator": {"engine": "sglang"}})
+    with pytest.raises(ConfigError, match=r"trainer\.lora\.parts: the megatron trainer has no adapters"):
+        parse({"trainer": {"engine": "megatron", "lora": {"rank": 4, "parts": ["experts"]}}})
 
 
 SOME_MIXTURES = ("glm4_moe", "qwen3_next", "deepseek_v3", "gpt_oss")
@@ -400,9 +413,9 @@ def check_generator(trainer: FSDP2Engine, generator: GenEngine, load: Callable[[
         load(version)
 
 
-def native(folder: Path) -> NativeEngine:
+def native(folder: Path, lora: LoRAConfig | None = LORA) -> NativeEngine:
     return NativeEngine(
-        folder, max_num_seqs=4, max_length=32, dtype=torch.float32, block_tokens=8, lora=LORA, load=False
+        folder, max_num_seqs=4, max_length=32, dtype=torch.float32, block_tokens=8, lora=lora, load=False
     )
 
 
@@ -443,6 +456,58 @@ def test_the_native_generator_has_the_log_probs_of_the_trainer(
         generator.load_weights(named.items(), 4)
 
 
+EXPERTS = LoRAConfig(
+    rank=4,
+    alpha=6.0,
+    parts=["decoder", "experts"],
+    rank_pattern={r"layers\.1\..*gate_up_proj": 2},
+    alpha_pattern={"down_proj": 9.0},
+)
+
+
+def check_merged(trainer: FSDP2Engine, generator: Any, folder: Path) -> None:
+    """check_generator() for a generator without adapters, which keeps frozen weights; and what it gets is bit for bit
+    the export."""
+    kept = keepable(trainer.weight_layout())
+    assert {*trainer.weights.adapters_of}.isdisjoint(kept) and any("norm" in name for name in kept)
+    counts: list[int] = []
+
+    def load(version: int) -> None:
+        without = kept if generator.version >= 0 else frozenset[str]()
+        named = list(trainer.named_weights(without=without))
+        counts.append(len(named))
+        generator.load_weights(named, version, without)
+
+    check_generator(trainer, generator, load)
+    names = trainer.weights.published
+    assert {*counts} == {len(names), len(names) - len(kept)} and counts[0] == len(names)
+    trainer.export_hf(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
+    exported, sent = model.state_dict(), dict(trainer.named_weights())
+    assert all(torch.equal(sent[name], exported[name]) for name in names)
+    some = "model.layers.1.mlp.experts.down_proj"
+    assert not torch.equal(sent[some], trainer.weights[some])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "family",
+    [
+        *("qwen3_moe", "gpt_oss"),
+        *(pytest.param(family, marks=pytest.mark.soak) for family in ("deepseek_v3", "glm4_moe", "qwen2_moe")),
+    ],
+)
+def test_the_native_generator_gets_matrices_merged_with_adapters_of_experts(
+    family: str, tmp_path: Path, world_of_one: None
+) -> None:
+    folder = make_model_folder(family, tmp_path / "model")
+    trainer, generator = engine(folder, lora=EXPERTS), native(folder, lora=None)
+    check_merged(trainer, generator, tmp_path / "out")
+    named = dict(trainer.named_weights())
+    shown = dict(generator.loaded_weights(named))
+    assert all(torch.equal(tensor, named[name]) for name, tensor in shown.items()) and len(shown) > len(named) / 2
+
+
 # ---- several ranks
 
 
@@ -464,6 +529,31 @@ def _on_two_ranks(folder: Path, scratch: Path) -> dict[str, tuple[list[int], Ten
         logprobs, mine = results(trainer, whole)
         found[name] = ids, frozen, logprobs, mine
     return found
+
+
+def _merged_on_two_ranks(folder: Path, scratch: Path) -> dict[str, dict[str, Tensor]]:
+    whole, found = make_batch(LENGTHS), {}
+    for name, settings in {"gathered": {}, "by layer": {"cpu_offload": True}, "copies": {"replicas": 2}}.items():
+        fsdp2.SMALL_MODEL_BYTES = 0 if name == "by layer" else 4 << 30
+        trainer = engine(folder, lora=EXPERTS, eps=1e-4, **settings)
+        step(trainer, whole)
+        check_weights(trainer)
+        found[name] = dict(trainer.named_weights())
+    return found
+
+
+@pytest.mark.slow
+def test_two_ranks_publish_the_merged_weights_of_one(tmp_path: Path, world_of_one: None) -> None:
+    """Three experts, of which one rank has two; shards and whole weights are equal bit for bit."""
+    folder, whole = make_model_folder("qwen3_moe", tmp_path / "model", num_experts=3), make_batch(LENGTHS)
+    trainer = engine(folder, lora=EXPERTS, eps=1e-4)
+    step(trainer, whole)
+    check_weights(trainer)
+    want = dict(trainer.named_weights())
+    for found in run_ranks(2, _merged_on_two_ranks, folder, tmp_path):
+        for name, named in found.items():
+            assert named.keys() == want.keys(), name
+            assert max(float((named[key] - want[key]).abs().max()) for key in want) < 5e-6, name
 
 
 @pytest.mark.slow

@@ -25,7 +25,7 @@ from hpcrl.node.devices import show_peers
 from hpcrl.spec.weight_layout import RequiredSlices, TensorShards, full_slice
 from tests.contracts.gen.vllm import leave_groups
 from tests.engines.test_head_dtype import large_logits
-from tests.engines.test_lora import LORA, check_generator
+from tests.engines.test_lora import EXPERTS, LORA, check_generator, check_merged
 from tests.engines.test_lora import engine as make_trainer
 from tests.engines.worlds import make_model_folder, process_group, run_ranks
 
@@ -410,3 +410,13 @@ def test_adapters_are_added_to_the_weights_of_the_model_folder(tmp_path: Path) -
         ValueError, match=r"vLLM on a CPU runs no mixture of experts \(qwen3_moe\) with trainer.lora; use"
     ):
         make_engine(experts, lora=LORA)
+
+
+def test_matrices_merged_with_adapters_of_experts_replace_those_of_the_model_folder(tmp_path: Path) -> None:
+    """Without vLLM's adapters, also on a CPU; updates leave out frozen blocks."""
+    sizes = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "vocab_size": 128}
+    folder = make_model_folder("qwen3_moe", tmp_path / "model", moe_intermediate_size=32, **sizes)
+    with process_group(0, 1, str(tmp_path / "world")):
+        trainer, generator = make_trainer(folder, lora=EXPERTS), make_engine(folder)
+        check_merged(trainer, generator, tmp_path / "out")
+        generator.close()

@@ -394,6 +394,33 @@ def test_keys_of_routers_are_refused_for_models_without_them(engine: str) -> Non
         assert any("expert_bias_rate: 0.001, but the routers of qwen3_moe have no bias" in p.text for p in problems)
 
 
+@pytest.mark.parametrize("parts", [["experts"], ["decoder", "experts"]], ids="+".join)
+def test_matrices_with_adapters_of_experts_are_sent_merged(parts: list[str]) -> None:
+    """Qwen3-30B-A3B: 48 layers of 128 experts of 3 * 768 * 2048 numbers, which are sent with the layer's router of
+    128 * 2048. Its attention has q of 4096, k and v of 512 and the output's 4096 rows or columns of 2048, and two norms
+    of 128 in the same block."""
+    shape, layers = shape_of("Qwen3-30B-A3B"), 48
+    mixture = 128 * 3 * 768 * 2048 + 128 * 2048
+    attention = (4096 + 2 * 512 + 4096) * 2048 + 2 * 128
+    numbers = layers * (mixture + attention * ("decoder" in parts))
+    apart = {"trainer": {"num_ranks": 4}, "generator": {"colocate_with": None, "num_ranks": 2}}
+    trainer = {"param_dtype": "bfloat16", "lora": {"rank": 16, "parts": parts}}
+    config = run(layout=apart, trainer=trainer, cluster={}, generator={"dtype": "bfloat16"})
+    layout = RoleLayout.from_config(config)
+    assert generator.update_traffic(config, layout, shape) == (2 * numbers, 2 * numbers * 2 // 4)
+    assert "adapters" not in {p.name for p in kinds(config, shape)["generator"].parts}
+    assert part(kinds(config, shape)["generator"], "generator", "weights").num_bytes == 2 * shape.num_parameters
+    # The largest matrix, gate and up of 32 experts on a rank: twice in float32, and in float32 as it is sent.
+    adapter = 4 * 128 * 16 * (2048 + 2 * 768)
+    merged = part(kinds(config, shape)["trainer"], "trainer", "merged matrix").num_bytes
+    assert merged == 3 * 4 * 32 * 2 * 768 * 2048 + adapter
+    # The received matrix that a generator rank assembles.
+    received = part(kinds(config, shape)["generator"], "generator", "weights received").num_bytes
+    assert received >= 2 * 128 * 2 * 768 * 2048
+    plain = run(layout=apart, trainer=trainer | {"lora": {"rank": 16}}, cluster={})
+    assert "merged matrix" not in {p.name for p in kinds(plain, shape)["trainer"].parts}
+
+
 def test_adapters_need_no_second_model_and_only_they_are_sent() -> None:
     """Rank 16 at q and v of Qwen2.5-7B: 28 layers of 16 * (3584 + 3584) and 16 * (3584 + 512) numbers."""
     shape, numbers = shape_of("Qwen2.5-7B"), 28 * 16 * (2 * 3584 + 3584 + 512)

@@ -151,6 +151,7 @@ def test_a_checkpoint_fills_the_shared_tensors(tmp_path: Path) -> None:
         ({"generator": {"dtype": "bfloat16"}}, True, False),
         ({"trainer": {"param_dtype": "bfloat16"}}, False, False),
         ({"trainer": {"fsdp2": {"cpu_offload": True}}}, False, False),
+        ({"trainer": {"lora": {"rank": 2, "parts": ["experts"]}}}, False, False),
         ({"debug": "fake"}, False, False),
     ],
     ids=str,

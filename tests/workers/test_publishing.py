@@ -21,6 +21,7 @@ from hpcrl.workers.generator import GeneratorRole
 from hpcrl.workers.one_process import OneProcess
 from hpcrl.workers.trainer import TrainerRole
 from tests.dist.conftest import Threads
+from tests.engines.worlds import make_model_folder
 from tests.vlm import make_vlm
 from tests.workers.conftest import LAYOUT, Stage
 
@@ -190,6 +191,58 @@ def test_only_adapters_are_sent(way: str, threads: Threads, stage: Stage) -> Non
             pair.update(2)
     finally:
         dist.destroy_process_group()
+
+
+MERGED_WAYS = {
+    "one rank": (TRAINER, {}),
+    "gathered": (TRAINER, {"fsdp2": {"cpu_offload": True}}),
+    "two ranks": (1, {"param_dtype": "bfloat16"}),
+}
+
+
+@pytest.mark.parametrize("way", MERGED_WAYS)
+def test_matrices_with_adapters_of_experts_are_sent_merged(way: str, threads: Threads, tmp_path: Path) -> None:
+    """The first update of each start has all weights; later ones leave out blocks without adapters."""
+    generator, trainer = MERGED_WAYS[way]
+    settings = SETTINGS | {"trainer": {"lora": {"rank": 2, "parts": ["experts"]}} | trainer}
+    stage = Stage(threads, make_model_folder("qwen3_moe", tmp_path / "model"))
+    for start in range(2):  # the second one begins with other adapters, as after a resume
+        pair = Pair(threads, stage, generator, settings)
+        try:
+            _check_merged(pair, start)
+        finally:
+            dist.destroy_process_group()
+
+
+def _check_merged(pair: Pair, start: int) -> None:
+    assert pair.role.trainer is None and pair.engine._lora is None
+    weights, sent, load = pair.trainer.engine.weights, list[str](), pair.engine.load_weights
+
+    def loading(named: Iterable[tuple[str, torch.Tensor]], *others: Any) -> None:
+        load(((sent.append(name) or name, tensor) for name, tensor in named), *others)
+
+    pair.engine.load_weights = loading  # type: ignore[method-assign]
+    changed = [name for name in weights.published if ".mlp." in name]
+    for version in range(start, 3):
+        with torch.no_grad():
+            for name in weights.names:
+                weights[name].add_(0.5 * version)
+        assert version == start or not pair.same()
+        sent.clear()
+        pair.update(version)
+        assert sent == (changed if version > start else weights.published) and pair.same()
+    some = "model.layers.1.mlp.experts.down_proj"
+    base = dict(pair.trainer.engine._gathered([some], {}))[some].bfloat16()
+    ((_, shown),) = pair.engine.loaded_weights([some])
+    assert not torch.equal(shown, base)
+
+    def corrupting(named: Iterable[tuple[str, torch.Tensor]], *others: Any) -> None:
+        load(named, *others)
+        pair.engine._weights.layers[1].mlp.down.view(torch.int16)[-1, -1, -1] ^= 1
+
+    pair.engine.load_weights = corrupting  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match=rf"check_weights: {some} of .* 1 of"):
+        pair.update(4)
 
 
 FREEZE = {"trainer": {"freeze": ["vision", "merger"]}, "model": {"tiny": {"architecture": "qwen2_5_vl"}}}

@@ -118,9 +118,9 @@ class GenEngine(Protocol):
         """Replace the weights by tensors under their HF names, in any dtype. An iterator's tensor is valid until the
         next one is drawn. Running requests keep their KV cache and continue.
 
-        With trainer.lora, the tensors are the adapters' weights (hpcrl.spec.lora), and the engine gets all other
-        weights from the model's folder, also after sleep(). ValueError on an unknown or missing name or a wrong shape,
-        if possible before anything is changed.
+        With Config.published_lora, the tensors are the adapters' weights (hpcrl.spec.lora), and the engine gets all
+        other weights from the model's folder, also after sleep(). ValueError on an unknown or missing name or a wrong
+        shape, if possible before anything is changed.
         """
 
     def recompute(self) -> None:

@@ -52,7 +52,8 @@ class TrainEngine(Protocol):
         self, dtypes: Mapping[str, torch.dtype] = MappingProxyType({}), without: Collection[str] = ()
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield copies of the full weights in a fixed order, under the names of transformers' state_dict(), a tied
-        weight once. With trainer.lora, only the adapters' weights (hpcrl.spec.lora).
+        weight once. With trainer.lora, only the adapters' weights (hpcrl.spec.lora), or, with adapters of experts, all
+        weights of a model without adapters, in which they are merged.
 
         Collective: every rank must exhaust it. A rank yields its share of the parameters according to the division; all
         shares together have each name once. Weights in `dtypes` are converted before they are sent between ranks;

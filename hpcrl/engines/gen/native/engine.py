@@ -63,7 +63,7 @@ def make(config: Config, model_path: Path, tokenizer: Any, replica: ReplicaRanks
         device="cuda" if torch.cuda.is_available() else "cpu",
         deterministic=config.deterministic,
         routes=routes_of(config, model_path),
-        lora=config.lora,
+        lora=config.published_lora,
         load=False,
     )
 

@@ -88,7 +88,7 @@ def make(config: Config, model_path: Path, tokenizer: Any, replica: ReplicaRanks
         custom_all_reduce=own.custom_all_reduce,
         options=own.options,
         routes=routes_of(config, model_path),
-        lora=config.lora,
+        lora=config.published_lora,
         max_pixels=config.data.max_pixels,
         max_image_tokens=config.max_image_tokens,
         load=False,

@@ -29,7 +29,8 @@ def arguments(lora: LoRAConfig, model_path: Path) -> dict[str, Any]:
         raise ValueError(f"generator.engine: {text}; set trainer.lora.rank=0")
     if shape.expert_layers and not torch.cuda.is_available():
         text = f"vLLM on a CPU runs no mixture of experts ({shape.family}) with trainer.lora"
-        raise ValueError(f"generator.engine: {text}; use generator.engine=native, or trainer.lora.rank=0")
+        instead = "generator.engine=native, adapters of experts too (trainer.lora.parts), or trainer.lora.rank=0"
+        raise ValueError(f"generator.engine: {text}; use {instead}")
     return {
         "enable_lora": True,
         "enable_tower_connector_lora": _in_tower(lora),

@@ -167,17 +167,26 @@ class ZeroEngine(FSDP2Engine):
 
     # ---- weights and state
 
-    def _gathered(self, names: Sequence[str], dtypes: Mapping[str, torch.dtype]) -> Iterator[tuple[str, Tensor]]:
+    def _gathered(
+        self, names: Sequence[str], dtypes: Mapping[str, torch.dtype], merge: bool = False
+    ) -> Iterator[tuple[str, Tensor]]:
         for name in names:
             parameter, wanted = self.weights[name], dtypes.get(name, self._dtype_of(name))
-            if parameter.requires_grad and wanted.itemsize > self.compute_dtype.itemsize:
+            if merge and name in self.weights.adapters_of:
+                assert self.lora is not None
+                which = self.weights.adapters_of[name]
+                pair = [tensor for _, tensor in self._gathered(which, {})]
+                matrix = zero.full_tensor(parameter, self.compute_dtype)
+                yield name, self.lora.merge(self.module.hf, which[0], matrix, *pair).to(wanted)
+            elif parameter.requires_grad and wanted.itemsize > self.compute_dtype.itemsize:
                 yield name, zero.master(parameter).to(wanted)
             else:
                 yield name, zero.full_tensor(parameter, wanted)
 
     def weight_layout(self) -> list[TensorShards]:
         """See TrainEngine. ZeRO-3 splits a parameter as a flat vector, not by rows: every rank gathers it."""
-        return self._layout({name: self._dtype_of(name) for name in self.weights.names})
+        layout = self._layout({name: self._dtype_of(name) for name in self.weights.published})
+        return [self.weights.as_merged(held, self.dtype) for held in layout]
 
     def _layout(self, dtypes: Mapping[str, torch.dtype]) -> list[TensorShards]:
         ranks, found = range(self.data_parallel_size), []

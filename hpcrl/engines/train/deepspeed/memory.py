@@ -12,7 +12,7 @@ from hpcrl.engines.train.deepspeed.traffic import step_traffic
 from hpcrl.engines.train.router_keys import without_routers
 from hpcrl.models.shape import CannotPlanError, ModelShape
 from hpcrl.planner.activations import FP32, Tokens, unmeasured
-from hpcrl.planner.adapters import saved, trained, with_adapters
+from hpcrl.planner.adapters import merging_bytes, published, saved, trained, with_adapters
 from hpcrl.planner.memory_parts import BYTES, PHASES, Change, Part, Phase, PlanRow, samples_of_an_update
 from hpcrl.planner.moments import fullest, moments
 from hpcrl.planner.traffic import Sent, StepWork
@@ -113,14 +113,16 @@ def trainer_parts(config: Config, shape: ModelShape, num_ranks: int) -> list[Par
     snapshot = PLAN.checkpoint_bytes(config, shape) // num_ranks + largest * (FP32 + OPTIMIZER_BYTES)
     step: tuple[Phase, ...] = ("train", "update")
     colocated = RoleLayout.from_config(config).generates_on_trainers
-    published = config.generator.dtype if colocated else config.model.dtype  # sent weights are converted when packed
+    wire = config.generator.dtype if colocated else config.model.dtype  # sent weights are converted when packed
+    gathered = 2 * PLAN.largest_tensor(published(config, shape, first=True)) * BYTES[wire]
     return [
         *weight_parts(config, shape, num_ranks),
         Part("trainer", "reduction", bucket_bytes(config, shape), PHASES if zero.zero_stage == 3 else step),
         Part("trainer", "largest gradient", largest * converted, ("train",)),
         *fullest(moments(config, shape, tokens, zero.activation_checkpointing)),
         Part("trainer", "snapshot", snapshot * bool(config.save_every), on_host=True),  # from the first save on
-        Part("trainer", "gathered weights", 2 * largest * BYTES[published], ("publish",)),
+        Part("trainer", "gathered weights", gathered, ("publish",)),
+        Part("trainer", "merged matrix", merging_bytes(config, shape), ("publish",)),
     ]
 
 

@@ -120,7 +120,8 @@ class FSDP2Engine:
 
         Args:
             config: With config.lora, the folder's weights are frozen in config.param_dtype (the compute dtype); only
-                adapters, initialized from `seed`, are trained, published and saved.
+                adapters, initialized from `seed`, are trained and saved. They are published or, with
+                config.lora.are_merged, weights in which they are merged.
             dtype: float32 or bfloat16, for the parameters that the optimizer updates.
             total_steps: Optimizer steps of the whole run, for the learning-rate schedule.
             trainable: False for a frozen model (the reference): no gradients, no optimizer.
@@ -174,7 +175,7 @@ class FSDP2Engine:
         self.packing = probe_packing(self, ranks, obstacle)
         self.model.set_head_dtype(config.head_dtype)
         dims = self.tensor_parallel_plan.dims if self.tensor_parallel_plan is not None else {}
-        self.weights = NamedWeights(self.model.hf, self.mesh, dims, adapters=self.lora is not None)
+        self.weights = NamedWeights(self.model.hf, self.mesh, dims, self.lora)
         self.optimizer = self._make_optimizer() if trainable else None
         self._base = Base(str(model_path), self._fingerprint()) if self.lora is not None else None
         self._snapshots = self._make_snapshots()
@@ -586,9 +587,12 @@ class FSDP2Engine:
         self, dtypes: Mapping[str, torch.dtype] = MappingProxyType({}), without: Collection[str] = ()
     ) -> Iterator[tuple[str, Tensor]]:
         """See TrainEngine. The tensors are on the engine's device."""
-        return self._gathered([name for name in self.weights.names if name not in without], dtypes)
+        return self._gathered([name for name in self.weights.published if name not in without], dtypes, merge=True)
 
-    def _gathered(self, names: Sequence[str], dtypes: Mapping[str, torch.dtype]) -> Iterator[tuple[str, Tensor]]:
+    def _gathered(
+        self, names: Sequence[str], dtypes: Mapping[str, torch.dtype], merge: bool = False
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Copies of full weights; with `merge`, as they are published."""
         kinds = {name: dtypes.get(name, self._dtype_of(name)) for name in names}
         wanted = {kinds[name] for name in names if isinstance(self.weights[name], nn.Parameter)}
         most = self.lora is None or names == self.weights.all_names
@@ -596,7 +600,7 @@ class FSDP2Engine:
             self.model.unshard()  # one collective, in the compute dtype, instead of one per tensor
         try:
             for name in names:
-                yield name, self.weights.full_tensor(name, kinds[name])
+                yield name, self.weights.full_tensor(name, kinds[name], merge)
         finally:
             self._reshard()
 
@@ -623,7 +627,7 @@ class FSDP2Engine:
         return self.weights.layout()
 
     def local_shards(self) -> Iterator[Tensor]:
-        """See TrainEngine. No collective."""
+        """See TrainEngine. Collective only if adapters are merged."""
         return self.weights.local_shards()
 
     def offload(self, weights: bool = True) -> None:

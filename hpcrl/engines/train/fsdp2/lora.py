@@ -193,6 +193,20 @@ class Adapters:
         transposed = bool(getattr(hf.get_submodule(adapted(name).rpartition(".")[0]), "is_transposed", False))
         return with_stacked(matrix.float(), first, second, scale, transposed).to(first.dtype)
 
+    def merge_rows(
+        self, hf: PreTrainedModel, name: str, matrix: Tensor, first: Tensor, second: Tensor, rows: slice
+    ) -> Tensor:
+        """merge() for some rows of a matrix, or for some experts, and the whole adapter."""
+        if not len(matrix):
+            return matrix.to(first.dtype)
+        if matrix.ndim == 2:
+            second = second[rows]
+        elif rows != slice(None):
+            count = second.shape[1] // self.config.rank_of(layer_of(name))
+            first = first.unflatten(0, (count, -1))[rows].flatten(0, 1)
+            second = second.unflatten(1, (-1, count))[:, :, rows].flatten(1)
+        return self.merge(hf, name, matrix, first, second)
+
     def write(self, weights: Mapping[str, Tensor], hf: PreTrainedModel, base: Path, folder: Path) -> None:
         """Write adapter_config.json and adapter_model.safetensors, which peft reads, into a new folder; only a warning
         if peft refuses adapters of a layer."""

@@ -16,7 +16,7 @@ from hpcrl.engines.train.router_keys import without_routers
 from hpcrl.models.from_transformers import empty_model
 from hpcrl.models.shape import CannotPlanError, ModelShape, ModelSource, Parameter
 from hpcrl.planner.activations import FP32, Tokens, unmeasured
-from hpcrl.planner.adapters import frozen, saved, trained, with_adapters
+from hpcrl.planner.adapters import frozen, merging_bytes, published, saved, trained, with_adapters
 from hpcrl.planner.memory_parts import BYTES, PHASES, Change, Part, Phase, PlanRow, samples_of_an_update
 from hpcrl.planner.moments import Beside, fullest, moments
 from hpcrl.planner.traffic import Sent, StepWork
@@ -117,7 +117,7 @@ def fsdp2_parts(config: Config, shape: ModelShape, num_ranks: int) -> list[Part]
     own = config.trainer.section(FSDP2Config)
     unsharded = is_unsharded(config, num_ranks)
     tokens = _tokens(config, shape, samples_of_an_update(config), num_ranks)
-    published = 0 if unsharded else _gathered_to_publish(config, shape)
+    published_bytes = 0 if unsharded and not config.merges_adapters else _gathered_to_publish(config, shape)
     shape = shape_of_rank(own, shape)
     state = GatheredState.of(config, shape, num_ranks)
     learnt, numbers = state.learnt, shard_size(state.learnt, state.num_shards)
@@ -134,7 +134,8 @@ def fsdp2_parts(config: Config, shape: ModelShape, num_ranks: int) -> list[Part]
         *fullest(found, state.parts_at),
         *state.reduction(numbers * master * (not own.cpu_offload)),
         Part("trainer", "snapshot", (stored * master + optimizer) * bool(config.save_every), on_host=True),
-        Part("trainer", "gathered weights", published, ("publish",)),
+        Part("trainer", "gathered weights", published_bytes, ("publish",)),
+        Part("trainer", "merged matrix", merging_bytes(config, shape, state.num_shards), ("publish",)),
     ]
 
 
@@ -146,7 +147,9 @@ def _gathered_to_publish(config: Config, shape: ModelShape) -> int:
     wire, compute = BYTES[config.generator.dtype], BYTES[config.trainer.param_dtype]
     part = shape_of_rank(config.trainer.section(FSDP2Config), shape)
     at_once = config.lora is None and wire == compute and stays_gathered(part, compute, part.num_parameters)
-    return part.num_parameters * compute * at_once + 2 * PLAN.largest_tensor(trained(config, shape)) * wire
+    return (
+        part.num_parameters * compute * at_once + 2 * PLAN.largest_tensor(published(config, shape, first=True)) * wire
+    )
 
 
 @functools.lru_cache(maxsize=8)

@@ -17,7 +17,8 @@ from transformers import PreTrainedModel
 from hpcrl.comm.weight_checksums import shard_checksums
 from hpcrl.engines.train.fsdp2.device_mesh import ParallelMesh
 from hpcrl.engines.train.fsdp2.exchange import stack
-from hpcrl.spec.lora import is_adapter
+from hpcrl.engines.train.fsdp2.lora import Adapters
+from hpcrl.spec.lora import A, B, adapted, is_adapter
 from hpcrl.spec.weight_layout import RequiredSlices, TensorShards, full_slice
 
 
@@ -25,24 +26,33 @@ class NamedWeights:
     """The parameters in the order of state_dict(), each tied weight once, under its first name.
 
     Attributes:
-        names: The trained and published parameters: all_names or, with adapters, only the adapters' parameters.
+        names: The trained parameters: all_names or, with adapters, only the adapters' parameters.
+        adapters_of: If generators get merged weights, maps a matrix with an adapter to the names of the adapter's two.
+        published: `names` or, if generators get merged weights, the names of a model without adapters.
         split_dims: Maps a matrix's name to the dimension that is split over tensor-parallel ranks.
     """
 
-    def __init__(self, hf: PreTrainedModel, mesh: ParallelMesh, split_dims: Mapping[str, int], adapters: bool = False):
-        self._hf, self._mesh, self.split_dims = hf, mesh, split_dims
+    def __init__(
+        self, hf: PreTrainedModel, mesh: ParallelMesh, split_dims: Mapping[str, int], adapters: Adapters | None = None
+    ):
+        self._hf, self._mesh, self.split_dims, self._adapters = hf, mesh, split_dims, adapters
         first: dict[int, str] = {}
         for name, tensor in hf.state_dict(keep_vars=True).items():
             first.setdefault(id(tensor), name)
         self.all_names = list(first.values())
         self.names = [name for name in self.all_names if is_adapter(name)] if adapters else self.all_names
+        self.published, self.adapters_of = self.names, dict[str, tuple[str, str]]()
+        if adapters is not None and adapters.config.are_merged:
+            self.published = self.frozen_names
+            of_first = (name for name in self.names if name.endswith(A))
+            self.adapters_of = {adapted(name): (name, name.removesuffix(A) + B) for name in of_first}
 
     def __getitem__(self, name: str) -> Tensor:
         # Looked up each time, because FSDP replaces shards by gathered parameters.
         return cast(Tensor, operator.attrgetter(name)(self._hf))
 
     def items(self) -> Iterator[tuple[str, Tensor]]:
-        """The current parameters, sharded or gathered."""
+        """The trained parameters, sharded or gathered."""
         return ((name, self[name]) for name in self.names)
 
     def fingerprint(self) -> str:
@@ -58,7 +68,14 @@ class NamedWeights:
 
     def layout(self) -> list[TensorShards]:
         """See TrainEngine.weight_layout."""
-        return self._layout(self.names)
+        return [self.as_merged(held, self[self.names[0]].dtype) for held in self._layout(self.published)]
+
+    def as_merged(self, held: TensorShards, dtype: torch.dtype) -> TensorShards:
+        """A published tensor's entry from the entry of a parameter: matrices that are merged with their adapters have
+        their dtype and change."""
+        if held.name not in self.adapters_of:
+            return held
+        return msgspec.structs.replace(held, dtype=str(dtype).removeprefix("torch."), frozen=False)
 
     def _layout(self, names: Sequence[str]) -> list[TensorShards]:
         found = []
@@ -71,9 +88,30 @@ class NamedWeights:
             found.append(msgspec.structs.replace(shards, frozen=is_frozen(tensor)))
         return found
 
-    def full_tensor(self, name: str, dtype: torch.dtype) -> Tensor:
-        """A copy of a full parameter, converted before it is gathered. Collective if it is sharded or split."""
-        return self.from_parts(name, full_tensor(self[name], dtype))
+    def full_tensor(self, name: str, dtype: torch.dtype, merge: bool = False) -> Tensor:
+        """A copy of a full parameter, or with `merge` of a published weight, converted before it is gathered.
+        Collective if it is sharded or split."""
+        return self.from_parts(name, full_tensor(self.merged(name) if merge else self[name], dtype))
+
+    @torch.no_grad()
+    def merged(self, name: str) -> Tensor:
+        """A published weight, which is merged with its adapter if it has one, in the adapter's dtype; sharded as the
+        parameter. Collective over its shards if it has an adapter."""
+        matrix = self[name]
+        if name not in self.adapters_of:
+            return matrix
+        assert self._adapters is not None
+        which, rows = self.adapters_of[name], slice(None)
+        if isinstance(matrix, DTensor):
+            box = self._layout([name])[0].part_of(self._mesh.rank)
+            rows = slice(*box[0]) if box is not None else slice(0)
+        with torch.inference_mode(False):  # see full_tensor
+            first, second = (full_tensor(self[each], self[each].dtype) for each in which)
+            own = self._adapters.merge_rows(self._hf, which[0], local(matrix).detach(), first, second, rows)
+            if not isinstance(matrix, DTensor):
+                return own
+            layout = matrix.device_mesh, matrix.placements
+            return DTensor.from_local(own, *layout, run_check=False, shape=matrix.shape, stride=matrix.stride())
 
     def from_parts(self, name: str, part: Tensor) -> Tensor:
         """A full matrix from its tensor-parallel parts; other tensors are unchanged. Collective over tensor ranks."""
@@ -81,8 +119,8 @@ class NamedWeights:
         return part if dim is None else torch.cat(list(stack(part, self._mesh.tokens.tensor)), dim)
 
     def local_shards(self) -> Iterator[Tensor]:
-        """See TrainEngine.local_shards. No collective: the shards as they are."""
-        shards = (local(tensor).detach() for _, tensor in self.items())
+        """See TrainEngine.local_shards. Collective if adapters are merged; else the shards as they are."""
+        shards = (local(self.merged(name)).detach() for name in self.published)
         return (shard for shard in shards if shard.numel())
 
 
