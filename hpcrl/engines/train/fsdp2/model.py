@@ -154,8 +154,8 @@ class PackedCausalLM(nn.Module):
         no layout. `images` are those of the micro-batch; None if the model takes none. Collective over the layout's
         ranks: each rank computes its share and gets all results.
         """
-        hidden, before, mine = self._hidden(token_ids, positions, layout, before, images)
-        return self._scores(hidden, before, mine, layout, targets, temperature, entropy)
+        states, mine = self._states(token_ids, positions, layout, before, images)
+        return self._scores(states, mine, layout, targets, temperature, entropy)
 
     def with_mtp(
         self,
@@ -173,7 +173,7 @@ class PackedCausalLM(nn.Module):
         layer, and whether each is its most probable token, bool [M]."""
         assert self.mtp is not None and images is None
         hidden, before, mine = self._hidden(token_ids, positions, layout, before, images)
-        scores = self._scores(hidden, before, mine, layout, targets, temperature, entropy)
+        scores = self._scores(hidden.index_select(0, before), mine, layout, targets, temperature, entropy)
         with torch.no_grad():
             embedded = self.hf.get_input_embeddings()(further.token_ids)
             rotation = decoder_of(self.hf).rotary_emb(embedded[None], further.positions[None])
@@ -185,15 +185,14 @@ class PackedCausalLM(nn.Module):
 
     def _scores(
         self,
-        hidden: Tensor,
-        before: Tensor,
+        states: Tensor,
         mine: Tensor | None,
         layout: PackedLayout | None,
         targets: Tensor,
         temperature: float,
         entropy: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        states, num_targets = hidden.index_select(0, before), len(targets)
+        num_targets = len(targets)
         weight, bias = self.projection()
         logprobs, entropies = token_logprobs(
             states,
