@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -13,17 +14,11 @@ from hpcrl.config import TinyModel
 from hpcrl.data.templates import CHATML
 from hpcrl.engines.tiny import make_tiny_model, make_tokenizer
 
-ARCHITECTURES = (
-    "qwen2",
-    "qwen3",
-    "qwen3_moe",
-    "qwen3_next",
-    "llama",
-    "gemma2",
-    "gemma3_text",
-    "gpt_oss",
-    "deepseek_v3",
-)
+ARCHITECTURES = [
+    name
+    for name in get_args(TinyModel.model_fields["architecture"].annotation)
+    if not TinyModel(architecture=name).takes_images
+]
 
 
 def digests(folder: Path) -> dict[str, str]:
