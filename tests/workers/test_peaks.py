@@ -18,6 +18,7 @@ def test_a_peak_includes_short_lived_memory() -> None:
     before = take_peak()
     filled = torch.ones(64 * MIB // 4)
     del filled
+    trim_heap()  # glibc keeps the memory if it came from a larger block that earlier tests have freed
     assert 60 * MIB < take_peak() - before < 80 * MIB
     assert abs(take_peak() - before) < 8 * MIB  # the peak is that since the last call
 
