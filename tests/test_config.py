@@ -359,6 +359,22 @@ def test_consequences_of_an_unreadable_value_are_not_reported() -> None:
             "trajectory, or trainer.engine=fsdp2 or megatron or deepspeed",
         ),
         (
+            ["data.val=task:add", "eval.samples=4"],
+            "eval.samples: 4 greedy responses to a prompt are all equal; set eval.temperature above 0",
+        ),
+        (
+            ["data.val=task:add", "eval.temperature=.5", "eval.sets.add={samples:2,temperature:0}"],
+            "eval.sets.add.samples: 2 greedy responses to a prompt are all equal; set eval.sets.add.temperature",
+        ),
+        (
+            ["data.val=task:add", "eval.sets.add.temperature=1000"],
+            "eval.sets.add.temperature: 1000 is out of range; use 0.01 to 100, or 0 for greedy",
+        ),
+        (
+            ["data.val=task:add", "eval.sets.add.num_prompts=1048576"],
+            "eval.sets: 1048832 prompts with eval.num_prompts, and an evaluation has at most 1048576",
+        ),
+        (
             ["rollout.domains={a:{max_new_tokens:999}}"],
             "rollout.domains.a.max_new_tokens: 999 is above rollout.max_new_tokens, which is 256",
         ),

@@ -14,7 +14,7 @@ from hpcrl.config.engines import GeneratorConfig, JudgeConfig, LoRAConfig, Train
 from hpcrl.config.fake import FakeConfig
 from hpcrl.config.model import ModelConfig, TinyModel
 from hpcrl.config.reading import LoadedConfig, load, parse, read, read_data
-from hpcrl.config.rollout import DomainRolloutConfig, EvalConfig, RolloutConfig
+from hpcrl.config.rollout import DomainRolloutConfig, EvalConfig, EvalSampling, RolloutConfig
 from hpcrl.config.schema import Timeouts
 from hpcrl.spec.fields import Natural, NonNegative, Positive, PositiveFloat, Section, Share
 from hpcrl.spec.policy_loss import PolicyLoss
@@ -33,6 +33,7 @@ __all__ = [
     "DomainRolloutConfig",
     "EnvConfig",
     "EvalConfig",
+    "EvalSampling",
     "FakeConfig",
     "GeneratorConfig",
     "JudgeConfig",

@@ -20,7 +20,7 @@ from hpcrl.config.domains import EnvConfig, RewardConfig
 from hpcrl.config.engines import TrainerConfig
 from hpcrl.config.judging import JUDGE_ENGINE, as_judges, check_judge, check_reward_model
 from hpcrl.config.off_policy import check_off_policy
-from hpcrl.config.rollout import MAX_MEMBERS, RolloutConfig
+from hpcrl.config.rollout import MAX_MEMBERS, MAX_VALIDATION_PROMPTS, RolloutConfig
 from hpcrl.config.scalar_heads import CriticConfig
 from hpcrl.config.schema import Config
 from hpcrl.spec.kinds import Spec
@@ -49,6 +49,7 @@ def check(config: Config) -> list[Problem]:
         *_environments(config),
         *_asynchronous(config),
         *_evaluation(config),
+        *_domain_shares(config),
         *_optimizer(config),
         *_model(config),
         *_user_code(config),
@@ -132,14 +133,15 @@ def _reinforcement(config: Config) -> Iterator[Problem]:
 def _sampling(config: Config) -> Iterator[Problem]:
     """Report values that the engines' number types cannot represent, or that end every response before its first
     token."""
-    for section in ("rollout", "eval"):
-        temperature = getattr(config, section).temperature
+    given: dict[Path, float] = {("rollout",): config.rollout.temperature, ("eval",): config.eval.temperature}
+    given |= {("eval", "sets", name): own.temperature or 0.0 for name, own in config.eval.sets.items()}
+    for place, temperature in given.items():
         if 0 < temperature < MIN_TEMPERATURE or temperature > MAX_TEMPERATURE:
             text = (
-                f"{section}.temperature: {temperature:g} is out of range; use {MIN_TEMPERATURE:g} to "
-                f"{MAX_TEMPERATURE:g}" + (", or 0 for greedy" if section == "eval" else "")
+                f"{dotted(place)}.temperature: {temperature:g} is out of range; use {MIN_TEMPERATURE:g} to "
+                f"{MAX_TEMPERATURE:g}" + (", or 0 for greedy" if place[0] == "eval" else "")
             )
-            yield Problem((section, "temperature"), text)
+            yield Problem((*place, "temperature"), text)
     for index, text in enumerate(config.rollout.stop):
         if not text:
             yield Problem(("rollout", "stop", index), "rollout.stop: '' ends every response before its first token")
@@ -190,6 +192,25 @@ def _thresholds(config: Config, rollout: RolloutConfig, at: Path) -> Iterator[Pr
     if active and rollout.group_size == 1:
         text = f"{key}.{active[0]}: a filter compares the responses of a group, and rollout.group_size is 1"
         yield Problem((*at, active[0]), text, (("rollout", "group_size"),))
+
+
+def _evaluation(config: Config) -> Iterator[Problem]:
+    if not config.evaluates:
+        return
+    places: list[Path] = [("eval",), *(("eval", "sets", name) for name in config.eval.sets)]
+    for place in places:
+        asked = config.eval.of_domain(str(place[-1]) if len(place) > 1 else "")
+        if asked.samples > 1 and asked.temperature == 0:
+            text = (
+                f"{asked.samples} greedy responses to a prompt are all equal; set {dotted(place)}.temperature above 0"
+            )
+            involved = ((*place, "temperature"), ("eval", "temperature"), ("eval", "samples"))
+            yield Problem((*place, "samples"), f"{dotted(place)}.samples: {text}", involved)
+    if (most := config.eval.most_prompts) > MAX_VALIDATION_PROMPTS:
+        text = (
+            f"eval.sets: {most} prompts with eval.num_prompts, and an evaluation has at most {MAX_VALIDATION_PROMPTS}"
+        )
+        yield Problem(("eval", "sets"), text, (("eval", "num_prompts"),))
 
 
 def _filters(config: Config) -> Iterator[Problem]:
@@ -340,7 +361,7 @@ def _asynchronous(config: Config) -> Iterator[Problem]:
         yield Problem(("rollout", "max_generated_groups"), text, (at,))
 
 
-def _evaluation(config: Config) -> Iterator[Problem]:
+def _domain_shares(config: Config) -> Iterator[Problem]:
     total = sum(config.data.domain_interleave_probs.values())
     if config.data.domain_interleave_probs and abs(total - 1) > 1e-6:
         text = f"data.domain_interleave_probs: the shares must add up to 1, got {total:g}"

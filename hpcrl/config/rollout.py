@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field
 
@@ -99,14 +99,69 @@ class RolloutConfig(Section):
         return self.max_generated_groups or 20 * self.num_prompts
 
 
+Responses = Annotated[int, Field(ge=1, le=MAX_MEMBERS), NUMBER]
+Prompts = Annotated[int, Field(ge=1, le=MAX_VALIDATION_PROMPTS), NUMBER]
+
+
+class EvalSet(Section):
+    """Keys of eval with different values for one domain of data.val; null: the value of eval."""
+
+    num_prompts: Prompts | None = None
+    """Validation prompts of this domain; null: its part of eval.num_prompts."""
+    samples: Responses | None = None
+    """Responses per prompt."""
+    temperature: NonNegative | None = None
+    """Sampling temperature; 0: greedy."""
+    max_new_tokens: Positive | None = None
+    """Maximum response length, tokens; at most rollout.domains.NAME.max_new_tokens."""
+
+
+class EvalSampling(NamedTuple):
+    """How validation prompts are answered; the fields are as in EvalConfig."""
+
+    samples: int
+    temperature: float
+    max_new_tokens: int | None
+
+
 class EvalConfig(Section):
     """Evaluation on the validation prompts (data.val)."""
 
-    num_prompts: Annotated[int, Field(ge=1, le=MAX_VALIDATION_PROMPTS), NUMBER] = 256
-    """Validation prompts per evaluation."""
+    num_prompts: Prompts = 256
+    """Validation prompts per evaluation, from the domains in turn."""
+    samples: Responses = 1
+    """Responses per prompt. With several, val/score is their mean (avg@n), and there are also pass@k and maj@n."""
     temperature: NonNegative = 0.0
     """Sampling temperature; 0: greedy."""
     max_new_tokens: Positive | None = None
     """Maximum response length, tokens; null: rollout.max_new_tokens."""
     num_examples: Natural = 5
     """Validation completions that every evaluation keeps; at the end, the first and last ones are shown."""
+    sets: dict[str, EvalSet] = {}
+    """Domain of data.val -> num_prompts, samples, temperature and max_new_tokens of its prompts, if different. A domain
+    that is listed is not also evaluated at the training temperature."""
+
+    def of_domain(self, domain: str) -> EvalSampling:
+        """How a domain's prompts are answered."""
+        shared, own = (
+            EvalSampling(self.samples, self.temperature, self.max_new_tokens),
+            self.sets.get(domain, EvalSet()),
+        )
+        given = own.model_dump(include=set(EvalSampling._fields), exclude_none=True)
+        return shared._replace(**given)
+
+    @property
+    def most_prompts(self) -> int:
+        """Maximum prompts of an evaluation."""
+        return self.num_prompts + sum(own.num_prompts or 0 for own in self.sets.values())
+
+    @property
+    def most_responses(self) -> int:
+        """Maximum responses of an evaluation at the same time."""
+        return self.most_prompts * max([self.samples, *(self.of_domain(name).samples for name in self.sets)])
+
+    @property
+    def longest_response(self) -> int | None:
+        """The largest max_new_tokens of a set; None without one."""
+        own = [self.max_new_tokens, *(each.max_new_tokens for each in self.sets.values())]
+        return max((limit for limit in own if limit is not None), default=None)

@@ -374,8 +374,8 @@ class Config(Section):
     def max_response_tokens(self) -> int:
         """Maximum response length of training and evaluation, tokens."""
         lengths = [self.rollout.max_new_tokens] if self.learns_from_rewards or self.evaluates else [0]
-        if self.evaluates and self.eval.max_new_tokens is not None:
-            lengths.append(self.eval.max_new_tokens)
+        if self.evaluates and (longest := self.eval.longest_response) is not None:
+            lengths.append(longest)
         return max(lengths)
 
 

@@ -1,4 +1,4 @@
-"""Evaluation on the first prompts of data.val, greedily and with training's sampling parameters."""
+"""Evaluation on the first prompts of data.val, as eval and eval.sets say, and with training's sampling parameters."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from hpcrl.cluster.layout import RoleLayout
-from hpcrl.config import Config
+from hpcrl.config import Config, EvalSampling
 from hpcrl.controller.best_effort import best_effort
 from hpcrl.controller.clients import timed
 from hpcrl.controller.episodes import Episode, write_episode
@@ -21,17 +21,27 @@ from hpcrl.controller.generation import evaluation_sampling, replica_capacity
 from hpcrl.data import PromptSource
 from hpcrl.messaging.dispatcher import Controller
 from hpcrl.messaging.messages import ReadLastObservation, ReadTexts
+from hpcrl.metrics import repeated
 from hpcrl.metrics.stats import Stats, merge, scalar
 from hpcrl.rollout.loop import CollectedRollouts, RolloutLoop
-from hpcrl.rollout.scheduling.events import DoneSample
+from hpcrl.rollout.scheduling.events import DoneSample, Group
 from hpcrl.rollout.scheduling.policies import SchedulerConfig
 from hpcrl.rollout.scheduling.scheduler import RolloutScheduler
-from hpcrl.rollout.types import Prompt, validation_uid
+from hpcrl.rollout.types import FinishReason, Prompt, Sizes, validation_uid
 from hpcrl.spec.media import Medium
 from hpcrl.system.files import step_name
 
 SHOWN_CHARS = 100
 MAX_FOLDER_CHARS = 200
+
+
+class _Answer(NamedTuple):
+    """A validation prompt's responses, their sizes, and the statistics of the responses generated with them."""
+
+    prompt: Prompt
+    group: Group
+    sizes: Sequence[Sizes]
+    stats: Stats
 
 
 class Evaluation:
@@ -50,24 +60,25 @@ class Evaluation:
         self._slots, self._env_ranks = replica_capacity(config, layout), layout.ranks["env"]
         self._run_dir, self._episodes = run_dir, run_dir / "episodes"
         self._prompts = _validation_prompts(config, tokenizer) if config.data.val else []
-        self._domains = [prompt.domain for prompt in self._prompts]
 
     def scores(self, step: int) -> Stats:
-        """val/score (greedy or at eval.temperature) and val/sampled/score (at the training temperature), each with the
-        number of responses whose reward could not be computed (score_errors); with several domains also scores per
-        domain, such as val/maths/score."""
+        """val/score (as eval and eval.sets say) and val/sampled/score (at the training temperature, without the domains
+        of eval.sets), with the metrics of _score_stats(); with several domains also per domain, such as
+        val/maths/score."""
         if not self._prompts:
             return {}
         start, config = time.perf_counter(), self._config
-        collected = self._generate(config.eval.temperature, 2 * step)
-        stats = _score_stats("val", collected, self._domains)
-        self._keep_episodes(step, collected)
-        best_effort("examples", lambda: self._keep_examples(step, collected), None)
-        self._loop.forget(collected.groups)
+        answers = self._answers(2 * step, [config.eval.of_domain(prompt.domain) for prompt in self._prompts])
+        stats = _score_stats("val", answers)
+        self._keep_episodes(step, answers)
+        best_effort("examples", lambda: self._keep_examples(step, answers), None)
+        self._loop.forget([answer.group for answer in answers])
         if config.rollout.temperature != config.eval.temperature:
-            sampled = self._generate(config.rollout.temperature, 2 * step + 1)
-            stats |= _score_stats("val/sampled", sampled, self._domains)
-            self._loop.forget(sampled.groups)
+            asked = EvalSampling(1, config.rollout.temperature, config.eval.max_new_tokens)
+            shared = [None if prompt.domain in config.eval.sets else asked for prompt in self._prompts]
+            sampled = self._answers(2 * step + 1, shared)
+            stats |= _score_stats("val/sampled", sampled)
+            self._loop.forget([answer.group for answer in sampled])
         return merge([stats, timed("time/val_step", start)])
 
     def before_and_after(self, last: int) -> str:
@@ -84,30 +95,42 @@ class Evaluation:
                 lines.append(f"    {name:>6}  {verdict}  {_short(example['response'])}")
         return "\n".join(["validation completions before and after:", *lines]) if lines else ""
 
-    def _generate(self, temperature: float, number: int) -> CollectedRollouts:
+    def _answers(self, number: int, asked: Sequence[EvalSampling | None]) -> list[_Answer]:
+        """The responses to all prompts in the n-th evaluation, as `asked` for each prompt; None leaves a prompt out.
+        Prompts with equal sampling are answered together."""
+        found: dict[int, _Answer] = {}
+        for sampling in dict.fromkeys(each for each in asked if each is not None):
+            chosen = [place for place, each in enumerate(asked) if each == sampling]
+            collected = self._generate(sampling, number, chosen)
+            for place, group in zip(chosen, collected.groups, strict=True):  # in order of uid
+                sizes = [collected.sizes[sample.id] for sample in group.samples]
+                found[place] = _Answer(self._prompts[place], group, sizes, collected.stats)
+        return [found[place] for place in sorted(found)]
+
+    def _generate(self, asked: EvalSampling, number: int, chosen: Sequence[int]) -> CollectedRollouts:
         # Every prompt counts once; a reward that could not be computed counts as 0.
-        settings = SchedulerConfig(group_size=1, deterministic=self._config.deterministic, accept_errors=True)
+        deterministic = self._config.deterministic
+        settings = SchedulerConfig(group_size=asked.samples, deterministic=deterministic, accept_errors=True)
         living = {rank: slots for rank, slots in self._slots.items() if rank not in self._controller.lost}
         scheduler = RolloutScheduler(settings, living)
-        scheduler.begin_step(0, len(self._prompts))
-        waiting = (replace(prompt, uid=validation_uid(number, i)) for i, prompt in enumerate(self._prompts))
+        scheduler.begin_step(0, len(chosen))
+        waiting = (replace(self._prompts[place], uid=validation_uid(number, place)) for place in chosen)
         return self._loop.collect(
             scheduler,
             {},
             lambda count: [prompt for prompt, _ in zip(waiting, range(count), strict=False)],
-            evaluation_sampling(self._config, temperature),
+            evaluation_sampling(self._config, asked),
         )
 
-    def _keep_examples(self, step: int, collected: CollectedRollouts) -> None:
+    def _keep_examples(self, step: int, answers: Sequence[_Answer]) -> None:
         """Keep the first completions, from prompts without environments."""
-        both = zip(self._prompts, collected.groups, strict=True)  # in order of uid
-        chosen = (pair for pair in both if self._config.env_of(pair[0].domain) is None)
+        chosen = (answer for answer in answers if self._config.env_of(answer.prompt.domain) is None)
         examples: list[dict[str, Any]] = []
         media: list[Sequence[Medium]] = []
-        for prompt, group in islice(chosen, self._config.eval.num_examples):
+        for prompt, group, *_ in islice(chosen, self._config.eval.num_examples):
             sample = group.samples[0]
-            answers = self._controller.call({sample.replica: ReadTexts([sample.id])})
-            if not answers:  # its replica was lost
+            texts = self._controller.call({sample.replica: ReadTexts([sample.id])})
+            if not texts:  # its replica was lost
                 continue
             examples.append(
                 {
@@ -115,19 +138,19 @@ class Evaluation:
                     "row": prompt.row,
                     "prompt": self._tokenizer.decode(prompt.token_ids, skip_special_tokens=True),
                     "answer": prompt.answer,
-                    "response": answers[sample.replica].texts[0],
+                    "response": texts[sample.replica].texts[0],
                     "score": sample.score,
                 }
             )
             media.append(prompt.media)
         keep_examples(self._run_dir, step, examples, media)
 
-    def _keep_episodes(self, step: int, collected: CollectedRollouts) -> None:
+    def _keep_episodes(self, step: int, answers: Sequence[_Answer]) -> None:
         """Write each domain's first, best and worst validation episodes."""
         played: dict[str, list[DoneSample]] = {}
-        for prompt, group in zip(self._prompts, collected.groups, strict=True):
+        for prompt, group, *_ in answers:
             if self._config.env_of(prompt.domain) is not None:
-                played.setdefault(prompt.domain, []).append(group.samples[0])
+                played.setdefault(prompt.domain, []).extend(group.samples)
         chosen: dict[Path, DoneSample] = {}
         for domain, samples in played.items():
             folder = self._episodes / step_name(step) / _folder_name(domain)
@@ -138,13 +161,13 @@ class Evaluation:
         ids = [sample.id for sample in chosen.values()]
         ends = self._controller.call({rank: ReadLastObservation(ids) for rank in self._env_ranks})
         for number, (path, sample) in enumerate(chosen.items()):
-            answers = self._controller.call({sample.replica: ReadTexts([sample.id], whole=True)})
-            if not answers:  # its replica was lost
+            texts = self._controller.call({sample.replica: ReadTexts([sample.id], whole=True)})
+            if not texts:  # its replica was lost
                 continue
             held = [(done.texts[number], done.media[number]) for done in ends.values() if done.texts[number]]
             shown_last, last_media = held[0] if held else ("[]", ())
-            messages = json.loads(answers[sample.replica].texts[0])
-            (media,) = answers[sample.replica].media
+            messages = json.loads(texts[sample.replica].texts[0])
+            (media,) = texts[sample.replica].media
             told = sample.turn_rewards, sample.reward, sample.score, sample.error
             episode = Episode(messages, *told, media, json.loads(shown_last), last_media)
             write_episode(path.parent, path.name, episode)
@@ -162,7 +185,8 @@ def _worth(sample: DoneSample) -> tuple[float, float]:
 def _validation_prompts(config: Config, tokenizer: Any) -> list[Prompt]:
     """An evaluation's prompts. ValueError if all prompts of data.val are over-long."""
     source = PromptSource(config.data, "val", tokenizer, config.seed, 1)
-    found = source.head(config.eval.num_prompts)
+    own = {domain: each.num_prompts for domain, each in config.eval.sets.items() if each.num_prompts is not None}
+    found = source.head(config.eval.num_prompts, own)
     if not found:
         raise ValueError(
             f"data.val: all {len(source)} prompts have more than data.max_prompt_tokens="
@@ -171,17 +195,50 @@ def _validation_prompts(config: Config, tokenizer: Any) -> list[Prompt]:
     return found
 
 
-def _score_stats(prefix: str, collected: CollectedRollouts, domains: Sequence[str]) -> Stats:
-    """An evaluation's scores and lengths. `domains` names each prompt's domain; several also get separate scores."""
-    samples = [group.samples[0] for group in collected.groups]  # in order of uid
-    shown = []
-    for sample, domain in zip(samples, domains, strict=True):
-        told = {"score": scalar(sample.score), "response_length": scalar(collected.sizes[sample.id].model)}
-        shown.append({f"{prefix}/{name}/*": value for name, value in told.items()})
-        if len(set(domains)) > 1:
-            shown.append({f"{prefix}/{domain}/{name}": value for name, value in told.items()})
-    played = {f"{prefix}/{name}": stat for name, stat in collected.stats.items() if name.startswith("env/")}
-    return merge(shown) | played | {f"{prefix}/score_errors": scalar(sum(bool(sample.error) for sample in samples))}
+def _score_stats(prefix: str, answers: Sequence[_Answer]) -> Stats:
+    """An evaluation's scores, lengths and errors, and its environments' metrics; with several domains, scores and
+    lengths also per domain."""
+    shown: list[Stats] = []
+    domains = dict.fromkeys(answer.prompt.domain for answer in answers)
+    for domain in domains if len(domains) > 1 else ():
+        mine = [answer for answer in answers if answer.prompt.domain == domain]
+        shown.append({name.removesuffix("/*"): value for name, value in _of_set(f"{prefix}/{domain}", mine).items()})
+    samples = [sample for answer in answers for sample in answer.group.samples]
+    errors = {f"{prefix}/score_errors": scalar(sum(bool(sample.error) for sample in samples))} if samples else {}
+    every = {id(answer.stats): answer.stats for answer in answers}
+    played = [
+        {f"{prefix}/{name}": stat for name, stat in stats.items() if name.startswith("env/")}
+        for stats in every.values()
+    ]
+    return merge([_of_set(prefix, answers), *shown, *played, errors])
+
+
+def _of_set(prefix: str, answers: Sequence[_Answer]) -> Stats:
+    """Scores of some prompts and their standard error over prompts, lengths, the share of responses that reached the
+    maximum length; with several responses to each prompt also pass@k and maj@n."""
+    found = []
+    for answer in answers:
+        for sample, size in zip(answer.group.samples, answer.sizes, strict=True):
+            cut = sample.finish_reason is FinishReason.LENGTH
+            told = {"score/*": sample.score, "response_length/*": size.model, "truncated": cut}
+            found.append({f"{prefix}/{name}": scalar(value) for name, value in told.items()})
+    if not found:
+        return {}
+    prompts = [
+        repeated.PromptScores(
+            [sample.score for sample in group.samples], [sample.extracted for sample in group.samples]
+        )
+        for _, group, *_ in answers
+    ]
+    told = {}
+    if len(prompts) > 1:
+        told["score_stderr"] = repeated.average(prompts).stderr
+    [*others, num_samples] = sorted({len(prompt.scores) for prompt in prompts})
+    if not others and num_samples > 1:
+        told |= {f"pass@{k}": repeated.pass_at(k, prompts).mean for k in repeated.reported_k(num_samples)}
+        if any(answer is not None for prompt in prompts for answer in prompt.extracted):
+            told[f"maj@{num_samples}"] = repeated.majority(prompts).mean
+    return merge(found) | {f"{prefix}/{name}": scalar(value) for name, value in told.items()}
 
 
 def _short(text: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hpcrl.cluster.layout import RoleLayout
-from hpcrl.config import Config
+from hpcrl.config import Config, EvalSampling
 from hpcrl.messaging.messages import Sampling
 
 
@@ -18,9 +18,9 @@ def training_sampling(config: Config) -> Sampling:
     return Sampling(r.max_new_tokens, r.temperature, r.top_p, r.top_k, r.min_p, list(r.stop))
 
 
-def evaluation_sampling(config: Config, temperature: float) -> Sampling:
+def evaluation_sampling(config: Config, asked: EvalSampling) -> Sampling:
     """Sampling parameters of validation responses: as in training at the training temperature, else no truncation."""
     r = config.rollout
-    length = config.eval.max_new_tokens or r.max_new_tokens
+    length, temperature = asked.max_new_tokens or r.max_new_tokens, asked.temperature
     top_p, top_k, min_p = (r.top_p, r.top_k, r.min_p) if temperature == r.temperature else (1.0, 0, 0.0)
     return Sampling(length, temperature, top_p, top_k, min_p, list(r.stop))

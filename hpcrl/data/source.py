@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import astuple, dataclass
 from typing import Any, NamedTuple
 
@@ -174,18 +175,24 @@ class PromptSource:
         """Whether domains have shares of a batch; otherwise the order does not depend on the batch size."""
         return len(self._streams) > 1
 
-    def head(self, count: int) -> list[Prompt]:
+    def head(self, count: int, own: Mapping[str, int] | None = None) -> list[Prompt]:
         """For evaluation: the first `count` rows (or fewer) that are not over-long, from the domains in turn, in the
-        data's order within each domain. The uid is the row's index; the ledger is not changed."""
+        data's order within each domain. `own` has domains with another count, which is not part of `count`. The uid is
+        the row's index; the ledger is not changed."""
         found: list[Prompt] = []
+        left = {None: count} | dict[str | None, int](own or {})  # None: the domains without an own count
         for row in self._rows.domains_in_turn().tolist():
-            if len(found) == count:
+            if not any(left.values()):
                 break
+            counter = domain if (domain := self._rows.domain_of(row)) in left else None
+            if not left[counter]:
+                continue
             try:
                 parsed = self._rows.row(row)
                 encoded = self._encode(parsed, row)
                 if len(encoded.token_ids) <= self._config.max_prompt_tokens:
                     found.append(_prompt(row, 0, row, parsed, encoded))
+                    left[counter] -= 1
             except BadRow as error:  # from a generated source, or its images are gone
                 logger.warning("%s; the row is not evaluated", error)
         return found

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from hpcrl.cluster.layout import RoleLayout
-from hpcrl.config import Config, DataConfig, LoRAConfig
+from hpcrl.config import Config, DataConfig, EvalSampling, LoRAConfig
 from hpcrl.config.abilities import chosen
 from hpcrl.launch.frozen import described
 from hpcrl.launch.machine import device_row, machine_notes
@@ -97,6 +97,8 @@ def _inputs(
             yield "", f"environment {names}, episodes of up to {config.max_turns} turns"
     if config.data.val is not None:
         yield "", f"validation {_sources(config.data, 'val', shown)}"
+    for name, own in config.eval.sets.items() if config.evaluates else ():
+        yield "", f"validation of {name}: {_set(own.num_prompts, config.eval.of_domain(name))}"
     yield from shown.examples
     for path in _missing_files(config):
         yield "", f"note: {path} does not exist; its rows are not checked, and the run cannot start without it"
@@ -248,6 +250,13 @@ def _sources(data: DataConfig, split: Literal["train", "val"], shown: ShownRows)
     return ", ".join(
         f"{path} ({shown.counts[split, path]})" if (split, path) in shown.counts else path for path in paths
     )
+
+
+def _set(num_prompts: int | None, asked: EvalSampling) -> str:
+    """How a domain of eval.sets is evaluated."""
+    prompts = f"{num_prompts} prompt(s)" if num_prompts is not None else "its part of eval.num_prompts"
+    limit = f", up to {asked.max_new_tokens} tokens" if asked.max_new_tokens is not None else ""
+    return f"{prompts}, {asked.samples} response(s) each at temperature {asked.temperature:g}{limit}"
 
 
 def _batch(config: Config, layout: RoleLayout) -> str:

@@ -478,6 +478,7 @@ class ScoredSample(msgspec.Struct, frozen=True, array_like=True):
         error: Why there is no reward.
         turn_rewards: A reward per turn; their sum is `reward`. If empty, the last turn gets the whole reward.
         token_rewards: Parts of the turn rewards that belong to tokens (bytes of hpcrl.rollout.types.TOKEN_REWARD).
+        extracted: The answer that the reward found in a validation response, or its hash if it is long.
     """
 
     sample: int
@@ -487,6 +488,7 @@ class ScoredSample(msgspec.Struct, frozen=True, array_like=True):
     metrics: dict[str, float] = {}
     turn_rewards: list[float] = []
     token_rewards: bytes = b""
+    extracted: str | None = None
 
 
 class Scored(Message):

@@ -175,7 +175,7 @@ def controller_pixels(config: Config, layout: RoleLayout, shape: ModelShape) -> 
     """Host memory of the controller for the pixels of the prompts of a step, and of evaluation, and for copies that
     wait to be sent: to every rank of a replica the replica's prompts, up to the limit and one prompt beyond."""
     rollout, row = config.rollout, _row_pixels(config, shape)
-    prompts = responses = config.eval.num_prompts * config.evaluates
+    prompts, responses = (n * config.evaluates for n in (config.eval.most_prompts, config.eval.most_responses))
     if config.generates:
         prompts += rollout.num_prompts + rollout.extra_prompts
         responses += (rollout.num_prompts + rollout.extra_prompts) * (rollout.group_size + rollout.extra_members)

@@ -65,7 +65,7 @@ class Score:
         turn_rewards: One reward for each of the item's turns. They must add up to `reward`.
         token_rewards: Rewards of at most MAX_TOKEN_REWARDS tokens, by position from 0 among the model's tokens of all
             turns. They must add up to `reward`.
-        extracted: The answer that was extracted from the response, shown only by `python -m hpcrl score`.
+        extracted: The answer that was extracted from the response, for `hpcrl score` and validation's majority vote.
         ground_truth: The answer that was extracted from the row, shown only by `python -m hpcrl score`.
     """
 

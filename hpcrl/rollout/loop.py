@@ -416,8 +416,17 @@ class RolloutLoop:
     def _scored(self, result: messages.ScoredSample, failed: bool = False) -> events.SchedulerEvent:
         self._answered(result.sample)
         self._note(result, scored=True)
-        parts = tuple(result.turn_rewards), result.token_rewards
-        return events.Rewarded(result.sample, result.reward, result.score, result.error, *parts, failed, result.metrics)
+        return events.Rewarded(
+            result.sample,
+            result.reward,
+            result.score,
+            result.error,
+            tuple(result.turn_rewards),
+            result.token_rewards,
+            failed,
+            result.metrics,
+            result.extracted,
+        )
 
     def _report(self, source: str, result: messages.ScoredSample) -> None:
         """Count the error of a sample, if it has one."""

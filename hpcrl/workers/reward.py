@@ -17,7 +17,7 @@ from hpcrl.rewards.seeing import why_judge_sees_nothing
 from hpcrl.rewards.services import Services
 from hpcrl.rewards.serving.pool import RewardPool
 from hpcrl.rewards.serving.protocol import turns_of
-from hpcrl.rollout.types import TOKEN_REWARD
+from hpcrl.rollout.types import TOKEN_REWARD, is_validation
 from hpcrl.spec.media import IMAGE_MARK, WRITTEN_MARK, Medium, by_picture
 from hpcrl.workers.role import Rank
 
@@ -97,7 +97,8 @@ def _services(worker: Rank) -> Services:
 def _scored(sample: int, score: Score) -> ScoredSample:
     tokens = np.array(list(score.token_rewards.items()), dtype=TOKEN_REWARD)
     parts = list(score.turn_rewards), tokens.tobytes()
-    return ScoredSample(sample, float(score.reward), float(score.score), score.error, score.metrics, *parts)
+    extracted = score.extracted if is_validation(sample) else None
+    return ScoredSample(sample, float(score.reward), float(score.score), score.error, score.metrics, *parts, extracted)
 
 
 def item_of(response: Response) -> RewardItem:

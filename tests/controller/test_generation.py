@@ -12,15 +12,17 @@ from typing import Any, cast
 import pytest
 
 from hpcrl.cluster.layout import RoleLayout
-from hpcrl.config import Config
+from hpcrl.config import Config, EvalSampling
 from hpcrl.controller.clients import RolloutTransfer
 from hpcrl.controller.evaluation import Evaluation
 from hpcrl.controller.generation import evaluation_sampling, replica_capacity, training_sampling
 from hpcrl.controller.rollouts import Rollouts
 from hpcrl.data import PromptSource
+from hpcrl.messaging.messages import Admit
+from hpcrl.metrics.stats import flatten
 from hpcrl.rollout.loop import RolloutLoop
 from hpcrl.rollout.store import RolloutReader
-from hpcrl.rollout.types import PromptOutcome, split_sample_id
+from hpcrl.rollout.types import MAX_VALIDATION_ROWS, PromptOutcome, split_sample_id
 from hpcrl.run_folder import OWNERS, SupersededError, check_owner, open_run
 from hpcrl.system.files import steps_in
 from tests.rollout.ranks import Ranks
@@ -68,9 +70,10 @@ def make_rollouts(config: Config, ranks: Any, folder: Path, fence: Callable[[], 
 def test_evaluation_truncates_sampling_only_at_the_training_temperature(tmp_path: Path) -> None:
     config = configure(tmp_path, rollout={"temperature": 0.6, "top_p": 0.9, "top_k": 20, "stop": ["\n"]})
     assert training_sampling(config).truncates
-    assert evaluation_sampling(config, 0.6) == training_sampling(config)
+    assert evaluation_sampling(config, EvalSampling(1, 0.6, None)) == training_sampling(config)
+    assert evaluation_sampling(config, EvalSampling(1, 0.6, 9)).max_new_tokens == 9
     for temperature in (0.0, 1.0):
-        sampling = evaluation_sampling(config, temperature)
+        sampling = evaluation_sampling(config, EvalSampling(1, temperature, None))
         assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.stop) == (temperature, 1.0, 0, ["\n"])
         assert not sampling.truncates
 
@@ -89,6 +92,33 @@ def test_a_validation_prompt_without_a_reward_scores_zero(tmp_path: Path) -> Non
     ranks = Ranks(score=lambda sample: (0.0, "timeout") if split_sample_id(sample)[0] % NUM_ROWS == 3 else (1.0, ""))
     stats = make_evaluation(config, ranks, tmp_path).scores(5)
     assert stats["val/score/*"] == (NUM_ROWS - 1, NUM_ROWS, 0.0, 1.0)
+
+
+def test_a_set_has_its_own_prompts_responses_and_temperature(tmp_path: Path) -> None:
+    """Three prompts of b get four responses each, of which the member's number decides reward and answer; a has no
+    settings of its own."""
+
+    def score(sample: int) -> tuple[float, str, str | None]:
+        uid, _, member = split_sample_id(sample)
+        if uid % MAX_VALIDATION_ROWS in (0, 2):  # the domains in turn until a has its prompts: a, b, a, b, b
+            return 1.0, "", "a"
+        return (1.0, "", "right") if member < 2 else (0.0, "", None if member == 3 else "wrong")
+
+    rows = [{"prompt": f"row {n}", "answer": "x", "tag": "ab"[n % 2]} for n in range(10)]
+    (path := tmp_path / "both.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    own = {"b": {"num_prompts": 3, "samples": 4, "temperature": 0.5, "max_new_tokens": 7}}
+    evaluation = {"num_examples": 0, "num_prompts": 2, "sets": own}
+    ranks = Ranks(score=score)
+    config = configure(tmp_path, data={"val": str(path)}, eval=evaluation)
+    stats = flatten(make_evaluation(config, ranks, tmp_path).scores(5))
+    admitted = [command for _, command in ranks.sent if isinstance(command, Admit)]
+    asked = {(c.sampling.temperature, c.sampling.max_new_tokens, len(c.samples)) for c in admitted}
+    assert asked == {(0.0, 256, 2), (0.5, 7, 12), (1.0, 256, 2)}  # the last one: val/sampled, of a only
+    assert stats["val/a/score"] == 1 and stats["val/b/score"] == 0.5 and stats["val/score/mean"] == (2 + 6) / 14
+    assert stats["val/b/pass@2"] == pytest.approx(1 - 1 / 6) and stats["val/b/pass@4"] == stats["val/b/maj@4"] == 1
+    assert stats["val/b/score_stderr"] == 0 and stats["val/score_stderr"] == pytest.approx((0.075 / 5) ** 0.5)
+    assert not [name for name in stats if name.startswith(("val/a/pass", "val/pass", "val/maj", "val/sampled/b"))]
+    assert stats["val/sampled/score/mean"] == 1 and stats["val/truncated"] == 0
 
 
 def test_the_rewards_of_filtered_groups_are_recorded(tmp_path: Path) -> None:

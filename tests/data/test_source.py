@@ -312,6 +312,7 @@ def test_evaluation_takes_the_first_rows_in_order(tokenizer, write_jsonl):
     path = long_file(write_jsonl)
     val = PromptSource(DataConfig(val=path, max_prompt_tokens=40), "val", tokenizer, seed=3, batch_size=8)
     assert [p.uid for p in val.head(5)] == [0, 3] and [p.uid for p in val.head(1)] == [0]
+    assert [p.uid for p in val.head(1, {"default": 2})] == [0, 3] and val.head(5, {"default": 0}) == []
     assert all(isinstance(p, Prompt) for p in val.head(2)) and val.ledger.num_drawn == 0
 
 

@@ -32,7 +32,8 @@ def test_a_preempted_run_of_four_domains_keeps_shares_and_accounting(tmp_path: P
 
     judge = Server(grade)
     words = f"""
-    +experiment=rlvr_multitask max_steps={NUM_STEPS} save_every=1 eval_every={NUM_STEPS} eval.num_prompts=8
+    +experiment=rlvr_multitask max_steps={NUM_STEPS} save_every=1 eval_every={NUM_STEPS} eval.num_prompts=6
+    eval.sets.sums={{num_prompts:2,samples:4,temperature:1.0}}
     rollout.domains.gym.max_new_tokens=7
     rollout.num_prompts=10 rollout.group_size=2 algorithm.num_mini_batches=1 generator.max_num_seqs=32
     """.split()
@@ -68,6 +69,7 @@ def test_a_preempted_run_of_four_domains_keeps_shares_and_accounting(tmp_path: P
     rows = read_metrics(run_dir)
     assert [row["step"] for row in rows] == list(range(NUM_STEPS + 1))
     assert all(f"val/{name}/score" in rows[-1] and f"domain/{name}/score" in rows[-1] for name in SHARES)
+    assert {"val/sums/pass@4", "val/sums/maj@4"} <= rows[-1].keys() and "val/sampled/sums/score" not in rows[-1]
     assert all(f"domain/{name}/critic/advantages/mean" in rows[-1] for name in SHARES)
     assert rows[-1]["env/programs/sandbox_level"] >= 1 and rows[-1]["env/instructions/judge"] == 1.0
     assert judged >= NUM_STEPS * 2, "every response of the instructions was judged"

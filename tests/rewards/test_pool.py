@@ -316,6 +316,7 @@ def test_the_math_reward_keeps_its_time_limit_in_a_worker():
         found = collect(pool)
         assert all(found[n].score == 1 for n in range(50))
         assert found[99].score == 0 and "more than 2 s of CPU time" in found[99].error
+        assert [found[n].extracted for n in (1, 2)] == [r"\frac{2}{6}", r"\frac{4}{6}"]
     finally:
         pool.close()
 

@@ -173,6 +173,15 @@ def test_limits_of_a_domain_without_rows_are_named(tmp_path: Path):
     assert problem.startswith("rollout.domains.math: no row of data.train or data.val is of domain math (there are: ")
 
 
+def test_settings_of_a_set_without_rows_are_named(tmp_path: Path):
+    path = jsonl(tmp_path / "a.jsonl", {"prompt": "a", "answer": "4", "tag": "maths"})
+    words = [f"data.train={path}", "data.val=[{path:task:add,domain:sums}]", "reward.default.name=exact_match"]
+    (problem,) = validate_rewards(load([*words, "eval.sets={maths:{num_prompts:2},sums:{num_prompts:3}}"]))
+    assert problem.startswith(
+        "eval.sets.maths: no row of data.val is of domain maths (there are: sums); the keys of eval"
+    )
+
+
 @pytest.mark.parametrize(("domains", "added", "said"), [("add:2", "", 0), ("game:1", "", 1), ("add:2", "true", 1)])
 def test_a_domain_rewarded_by_its_environment_gets_no_reward_ranks(domains: str, added: str, said: int):
     words = [

@@ -14,8 +14,9 @@ SCORER = 2
 
 class Ranks:
     """Generators and a reward rank behind the controller's interface. A response takes `bursts` decode chunks; `score`
-    gives (reward, error), after all decode chunks. Waiting for events while nothing is in progress would never end, so
-    it is an error. With env ranks prompts of even uids are not scored at their end."""
+    gives (reward, error) or (reward, error, extracted answer), after all decode chunks. Waiting for events while
+    nothing is in progress would never end, so it is an error. With env ranks prompts of even uids are not scored at
+    their end."""
 
     def __init__(self, bursts: Callable[[int], int] = lambda uid: 1, score: Callable[[int], Any] = lambda _: (1.0, "")):
         self._bursts, self._score = bursts, score
@@ -40,8 +41,7 @@ class Ranks:
                 ended = [sample for sample, left in running.items() if left <= 0]
                 self._done(rank, ended, "stop")
                 if ended := [sample for sample in ended if not command.envs or split_sample_id(sample)[0] % 2]:
-                    scored = [m.ScoredSample(i, *(2 * (self._score(i)[:1])), self._score(i)[1]) for i in ended]
-                    self._scores.append((SCORER, m.Scored(scored)))
+                    self._scores.append((SCORER, m.Scored(list(map(self._scored, ended)))))
             case m.AbortSamples():
                 self._done(rank, [sample for sample in command.samples if sample in running], "abort")
         return self._seq
@@ -61,6 +61,10 @@ class Ranks:
 
     def say(self, rank: int, event: m.Event) -> None:
         self._events.append((rank, event))
+
+    def _scored(self, sample: int) -> m.ScoredSample:
+        reward, error, *extracted = self._score(sample)
+        return m.ScoredSample(sample, reward, reward, error, extracted=extracted[0] if extracted else None)
 
     def _done(self, rank: int, samples: list[int], reason: str) -> None:
         for sample in samples:

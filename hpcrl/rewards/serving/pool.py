@@ -220,7 +220,7 @@ class _Crew:
             else:
                 self.counts["timeouts"] += answer.error.startswith("timeout after")
                 parts = tuple(answer.turn_rewards), answer.token_rewards
-                score = Score(answer.reward, answer.score, answer.error, answer.metrics, *parts)
+                score = Score(answer.reward, answer.score, answer.error, answer.metrics, *parts, answer.extracted)
                 self._finish(*worker.at_work.pop(answer.place), score)
             worker.heard()
 

@@ -107,7 +107,8 @@ class Ready(msgspec.Struct, tag="ready"):
 
 
 class ItemScore(msgspec.Struct, tag="score"):
-    """The score of the `place`-th item sent to the worker; None: the call failed for all of its items."""
+    """The score of the `place`-th item sent to the worker; None: the call failed for all of its items. `extracted` is
+    as in hpcrl.messaging.messages.ScoredSample."""
 
     place: int | None
     reward: float = 0.0
@@ -116,6 +117,7 @@ class ItemScore(msgspec.Struct, tag="score"):
     metrics: dict[str, float] = {}
     turn_rewards: list[float] = []
     token_rewards: dict[int, float] = {}
+    extracted: str | None = None
 
 
 Answer = Ready | ItemScore

@@ -166,18 +166,20 @@ def _rows(count: int) -> str:
 
 def _check_names(config: Config, rows: Mapping[Split, RowSet]) -> list[str]:
     """Reports sections of domains without a row, unless some rows could not be read."""
-    otherwise = "reward.default is that of all domains without their own"
-    return [
-        f"reward.{name}: {_no_row_of(name, domains, 'reward', otherwise)}"
-        for domains in _all_domains(config, rows)
-        for name in config.reward
-        if name in _unused(config, rows)
-    ] + [
-        f"rollout.domains.{name}: {_no_row_of(name, domains, 'rollout.domains', 'the keys of rollout are for all')}"
-        for domains in _all_domains(config, rows)
-        for name in config.rollout.domains
-        if name not in domains
-    ]
+    problems = []
+    for domains in _all_domains(config, rows):
+        otherwise = "reward.default is that of all domains without their own"
+        wrong = [name for name in config.reward if name in _unused(config, rows)]
+        problems += [f"reward.{name}: {_no_row_of(name, domains, 'reward', otherwise)}" for name in wrong]
+        key, otherwise = "rollout.domains", "the keys of rollout are for all"
+        wrong = [name for name in config.rollout.domains if name not in domains]
+        problems += [f"{key}.{name}: {_no_row_of(name, domains, key, otherwise)}" for name in wrong]
+    if config.evaluates and "val" in rows:
+        domains, key = rows["val"].domain_names, "eval.sets"
+        wrong = [name for name in config.eval.sets if name not in domains]
+        told = [_no_row_of(name, domains, key, "the keys of eval are for all", "data.val") for name in wrong]
+        problems += [f"{key}.{name}: {text}" for name, text in zip(wrong, told, strict=True)]
+    return problems
 
 
 def _unused(config: Config, rows: Mapping[Split, RowSet]) -> set[str]:
@@ -215,10 +217,12 @@ def _all_domains(config: Config, rows: Mapping[Split, RowSet]) -> Iterator[list[
         yield list(dict.fromkeys(domain for found in rows.values() for domain in found.domain_names))
 
 
-def _no_row_of(name: str, domains: Sequence[str], key: str, otherwise: str) -> str:
+def _no_row_of(
+    name: str, domains: Sequence[str], key: str, otherwise: str, where: str = "data.train or data.val"
+) -> str:
     near = get_close_matches(name, domains, n=1)
     hint = f"did you mean {key}.{near[0]}?" if near else otherwise
-    return f"no row of data.train or data.val is of domain {name} (there are: {', '.join(domains)}); {hint}"
+    return f"no row of {where} is of domain {name} (there are: {', '.join(domains)}); {hint}"
 
 
 def _check_rows(section: RewardConfig, domain: str, split: Split, found: RowSet) -> list[str]:

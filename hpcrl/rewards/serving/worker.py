@@ -7,6 +7,7 @@ neither torch nor rank code, sends user code's output to the rank's log, and die
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -16,10 +17,12 @@ import msgspec
 
 from hpcrl.config import RewardConfig
 from hpcrl.rewards.reward import Reward, RewardItem, Score, make_reward
-from hpcrl.rewards.serving.guarded import score_each, score_each_async
+from hpcrl.rewards.serving.guarded import score_each, score_each_async, sendable
 from hpcrl.rewards.serving.protocol import LENGTH, Answer, Begin, ItemScore, Ready, pack, read_chunk
 from hpcrl.system import log
 from hpcrl.system.signals import die_with, let_signals_pass
+
+MAX_EXTRACTED_CHARS = 200
 
 
 def main() -> None:
@@ -78,8 +81,17 @@ def _answer(scores: list[Score] | None, first: int, sink: BinaryIO) -> None:
         _write(sink, ItemScore(None))
         return
     for place, score in enumerate(scores, first):
-        parts = list(score.turn_rewards), dict(score.token_rewards)
+        parts = list(score.turn_rewards), dict(score.token_rewards), _shortened(score.extracted)
         _write(sink, ItemScore(place, score.reward, score.score, score.error, score.metrics, *parts))
+
+
+def _shortened(extracted: str | None) -> str | None:
+    """An extracted answer, or its hash if it is long, since answers are only compared with each other."""
+    if extracted is None:
+        return None
+    if len(extracted) <= MAX_EXTRACTED_CHARS:
+        return sendable(extracted)
+    return hashlib.sha256(extracted.encode(errors="surrogatepass")).hexdigest()
 
 
 def _read(source: BinaryIO) -> bytes | None:

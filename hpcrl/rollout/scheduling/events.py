@@ -38,6 +38,7 @@ class Rewarded:
         error: Why there is no reward.
         failed: Whether the error comes from the environment's code.
         metrics: Name -> value, such as each part of a composed reward.
+        extracted: The answer that the reward found in a validation response.
     """
 
     sample_id: int
@@ -48,6 +49,7 @@ class Rewarded:
     token_rewards: bytes = b""
     failed: bool = False
     metrics: Mapping[str, float] = field(default_factory=dict)
+    extracted: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,8 +166,8 @@ SchedulerCommand = Generate | Continue | SendToScorer | Drop
 @dataclass(frozen=True, slots=True)
 class DoneSample:
     """A scored response and the replica that holds its tokens; `num_tokens` counts generated tokens. `turn_rewards`,
-    `token_rewards` and `metrics` are as in hpcrl.messaging.messages.ScoredSample. If `failed`, the environment's code
-    failed, and the reward does not describe the response."""
+    `token_rewards`, `metrics` and `extracted` are as in hpcrl.messaging.messages.ScoredSample. If `failed`, the
+    environment's code failed, and the reward does not describe the response."""
 
     id: int
     replica: int
@@ -178,6 +180,7 @@ class DoneSample:
     token_rewards: bytes = b""
     metrics: Mapping[str, float] = field(default_factory=dict)
     failed: bool = False
+    extracted: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

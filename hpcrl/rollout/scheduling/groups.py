@@ -139,7 +139,8 @@ def with_score(done: DoneSample, event: Rewarded) -> DoneSample:
         error = error or f"reward {reward} and score {score} are not both finite and below {MAX_REWARD:g}"
         reward, score, turns, tokens = 0.0, 0.0, (), b""
     scored = replace(done, reward=reward, score=score, error=error, turn_rewards=turns, token_rewards=tokens)
-    return replace(scored, metrics={**done.metrics, **event.metrics}, failed=event.failed)
+    told = {**done.metrics, **event.metrics}
+    return replace(scored, metrics=told, failed=event.failed, extracted=event.extracted)
 
 
 class Start(NamedTuple):
