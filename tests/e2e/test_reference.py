@@ -77,7 +77,7 @@ def check(found: list[dict[str, Any]], model: Path, num_rows: int) -> None:
     ("words", "num_ranks", "has_path"),
     [
         (["layout=colocated"], 3, True),
-        (APART, 6, True),
+        pytest.param(APART, 6, True, marks=pytest.mark.soak),
         # The third of the reference ranks has no row.
         ([*APART, "own.batch_size=2"], 6, True),
         # Two ranks work on the same rows: one group of trainers, two of the reference.
