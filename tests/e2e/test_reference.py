@@ -82,7 +82,7 @@ def check(found: list[dict[str, Any]], model: Path, num_rows: int) -> None:
         ([*APART, "own.batch_size=2"], 6, True),
         # Two ranks work on the same rows: one group of trainers, two of the reference.
         ([*APART, "layout.reference.num_ranks=4", "trainer.fsdp2.context_parallel=2"], 7, True),
-        (["layout=single"], 1, False),
+        pytest.param(["layout=single"], 1, False, marks=pytest.mark.soak),
         (["layout=single", *LORA], 1, False),
         (["layout=single", *LORA], 1, True),
     ],
