@@ -76,6 +76,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # where a test's own conftest.py, which is imported before, has imported the compiler.
     instructions = os.environ.get("ATEN_CPU_CAPABILITY", "own")
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{above}/torchinductor_{os.getuid()}_{instructions}"
+    os.environ["MPLCONFIGDIR"] = f"{above}/matplotlib_{os.getuid()}"  # a run makes its font cache anew otherwise
     os.environ["VLLM_CACHE_ROOT"] = f"{above}/vllm_{os.getuid()}"  # its cache of model information
     os.environ[SCRATCH] = os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="hpcrl-tests-")
     os.chmod(tempfile.tempdir, 0o711)  # where root runs the tests, sandboxes work as another user below it

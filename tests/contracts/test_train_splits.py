@@ -67,11 +67,18 @@ class Run:
         self.name, self.model = engine_name, model
         self.spec, self.config = TRAIN_ENGINES[engine_name], split.config(engine_name, model)
         self.rank = dist.get_rank()
+        self._wanted: dict[str, tuple[Tensor, dict[str, Tensor]]] = {}
         self.division: Division = self.spec.division(self.config, split.num_ranks)
         self.group = next(i for i, group in enumerate(self.division.groups) if self.rank in group)
 
     def make(self, config: Config | None = None) -> TrainEngine:
         return self.spec.load()(config or self.config, self.model, 8, True)
+
+    def wanted(self, name: str, whole: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        """What transformers computes for a case's batch."""
+        if name not in self._wanted:
+            self._wanted[name] = transformers_results(self.model, whole, TEMPERATURE)
+        return self._wanted[name]
 
     def gradients(self, engine: TrainEngine, batch: Batch, norms: Norms) -> dict[str, Tensor]:
         """The gradients of all shares, under HF names."""
@@ -92,7 +99,7 @@ class Run:
     def check_case(self, engine: TrainEngine, case: Case) -> None:
         name, whole, rows = case
         batch = whole.select(rows[self.group])
-        logprobs, gradients = transformers_results(self.model, whole, TEMPERATURE)
+        logprobs, gradients = self.wanted(name, whole)
         wanted = torch.cat(
             [logprobs.split(whole.lengths.tolist())[row] for row in rows[self.group]] or [logprobs.new_zeros(0)]
         )
@@ -105,8 +112,8 @@ class Run:
 
     def check_control(self, engine: TrainEngine) -> None:
         """Two swapped tokens are noticed."""
-        _, whole, rows = next(cases(len(self.division.groups)))
-        _, gradients = transformers_results(self.model, whole, TEMPERATURE)
+        name, whole, rows = next(cases(len(self.division.groups)))
+        _, gradients = self.wanted(name, whole)
         whole.token_ids[[3, 4]] = whole.token_ids[[4, 3]]
         batch = whole.select(rows[self.group])
         assert worst_difference(self.gradients(engine, batch, norms_of(whole)), gradients) > 1e-3
@@ -140,10 +147,10 @@ class Run:
 
     def check_step(self, engine: TrainEngine, folder: Path) -> None:
         """The norm of the gradients; and an engine that loads a checkpoint takes the same step, bit for bit."""
-        _, whole, rows = next(cases(len(self.division.groups)))
+        name, whole, rows = next(cases(len(self.division.groups)))
         batch, norms = whole.select(rows[self.group]), norms_of(whole)
         plan, objective = split_rows(batch.num_sequences), Weighted(TEMPERATURE, entropy=True)
-        _, gradients = transformers_results(self.model, whole, TEMPERATURE)
+        _, gradients = self.wanted(name, whole)
         wanted = math.sqrt(sum(float(g.double().square().sum()) for g in gradients.values()))
         stats = engine.train_step(batch, plan, objective, norms)
         if self.rank == self.division.outputs[0]:

@@ -32,11 +32,19 @@ def numbers(run_dir: Path) -> list[dict[str, float | None]]:
     return [{name: x for name, x in row.items() if name.startswith(KEPT)} for row in read_metrics(run_dir)]
 
 
-def test_episodes_are_trained_and_reported_and_a_kill_changes_nothing(tmp_path: Path, walker_model: Path) -> None:
-    words = [*WORDS, *BY_STEPS, f"model.path={walker_model}"]
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    start = Start(whole, words)
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, walker_model: Path) -> Path:
+    """A run of five steps with episodes by trajectory and by steps."""
+    run_dir = tmp_path_factory.mktemp("agentic") / "whole"
+    start = Start(run_dir, [*WORDS, *BY_STEPS, f"model.path={walker_model}"])
     assert start.wait(200.0) == ExitCode.DONE, start.text
+    return run_dir
+
+
+def test_episodes_are_trained_and_reported_and_a_kill_changes_nothing(
+    tmp_path: Path, walker_model: Path, whole: Path
+) -> None:
+    words, killed = [*WORDS, *BY_STEPS, f"model.path={walker_model}"], tmp_path / "killed"
     start = Start(killed, words)
     start.wait_until(lambda: start.step > 2)
     start.kill()
@@ -75,21 +83,30 @@ def test_episodes_are_trained_and_reported_and_a_kill_changes_nothing(tmp_path: 
             assert path.read_bytes() == (killed / path.relative_to(whole)).read_bytes()
 
 
-@pytest.mark.parametrize("algorithm", [pytest.param("turn_reinforce", marks=pytest.mark.soak), "gigpo"])
-def test_turn_level_advantages_are_trained_on(tmp_path: Path, walker_model: Path, algorithm: str) -> None:
+def test_turn_level_advantages_of_gigpo_are_trained_on(whole: Path) -> None:
+    check_turns(whole, 5)
+
+
+@pytest.mark.soak
+def test_turn_level_advantages_of_reinforce_are_trained_on(tmp_path: Path, walker_model: Path) -> None:
     words = [
         *WORDS,
         f"model.path={walker_model}",
-        f"algorithm={algorithm}",
+        "algorithm=turn_reinforce",
         "max_steps=2",
         "eval_every=0",
         "trackers=[]",
     ]
     start = Start(tmp_path / "run", [*words, "layout=single"])
     assert start.wait(200.0) == ExitCode.DONE, start.text
-    *_, last = read_metrics(tmp_path / "run")
+    check_turns(tmp_path / "run", 2)
+
+
+def check_turns(run_dir: Path, step: int) -> None:
+    """In the last step, the advantages of a turn's tokens are equal, and turns of an episode differ."""
+    *_, last = read_metrics(run_dir)
     assert last["critic/advantages/max"] > 0 > last["critic/advantages/min"] and last["actor/grad_norm"] > 0
-    read = RolloutReader(tmp_path / "run").read(2)
+    read = RolloutReader(run_dir).read(step)
     batch, several = read.batch, 0
     for row in range(batch.num_sequences):
         tokens = slice(*batch.cu_seqlens[row : row + 2].tolist())

@@ -314,9 +314,13 @@ ENDS = {
         r"no progress in steps 1 to 3: .*skipped",
     ),
 }
+SELDOM = {"a loss that is not a number"}
 
 
-@pytest.mark.parametrize(("words", "code", "part"), ENDS.values(), ids=ENDS)
+@pytest.mark.parametrize(
+    ("words", "code", "part"),
+    [pytest.param(*end, id=name, marks=[pytest.mark.soak] * (name in SELDOM)) for name, end in ENDS.items()],
+)
 def test_the_reason_for_the_end_of_a_run_is_reported(runs: Runs, words: list[str], code: ExitCode, part: str) -> None:
     start = runs.ended("run", "layout=single", *words)
     assert_ended(start, code, part, within_s=0.0)

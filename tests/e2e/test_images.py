@@ -46,23 +46,22 @@ def test_a_model_learns_to_count_what_it_sees(tmp_path: Path, warm: Path) -> Non
     assert after["val/number/score"] > 0.55 and after["val/colour/score"] > 0.9
     assert after["val/number_of_other_image/score"] < 0.4, "without its image there is nothing to count"
     assert max(row["mismatch/diff/max"] for row in rows[1:]) < 1e-3, "generator and trainer see the same pixels"
+    assert after["images/per_row/mean"] == 1 and after["images/tokens_per_row/mean"] == 4
     page = (tmp_path / "run/examples.html").read_text()
     assert page.count("<img ") == page.count("<table>") == 5
 
 
+@pytest.mark.soak
 def test_images_of_other_prompts_teach_nothing(tmp_path: Path, warm: Path) -> None:
     """The control of the learning: the same run, in which images do not belong to answers."""
     other = "data.train=[{path: task:shapes, options: {other_image: true}}]"
     rows = run(tmp_path / "run", "+experiment=demo_vl", f"model.path={warm}", "max_steps=30", "save_every=0", other)
     assert rows[-1]["val/number/score"] < 0.45
-    assert rows[-1]["images/per_row/mean"] == 1 and rows[-1]["images/tokens_per_row/mean"] == 4
 
 
+@pytest.mark.soak
 def test_a_kill_changes_nothing(tmp_path: Path, warm: Path) -> None:
-    runs = Runs(tmp_path, [*SHORT, f"model.path={warm}"])
-    survive(runs, "killed", random.Random(3), 1)
-    batch = RolloutReader(tmp_path / "killed").batch(NUM_STEPS)
-    assert len(batch.pictures) == 8, "one image for each prompt"
+    survive(Runs(tmp_path, [*SHORT, f"model.path={warm}"]), "killed", random.Random(3), 1)
 
 
 def test_rollouts_ahead_of_training_keep_their_images(tmp_path: Path, warm: Path) -> None:
@@ -74,6 +73,8 @@ def test_rollouts_ahead_of_training_keep_their_images(tmp_path: Path, warm: Path
     """
     words = [*SHORT, "deterministic=false", f"model.path={warm}", *ahead.split()]
     rows = run(tmp_path / "run", *words)
+    batch = RolloutReader(tmp_path / "run").batch(NUM_STEPS)
+    assert len(batch.pictures) == 8, "one image for each prompt"
     assert any(row.get("scheduler/staleness/max") for row in rows), "some rollouts are of earlier weights"
     assert sum(row.get("scheduler/redundant") or 0 for row in rows) > 0
     assert max(row["mismatch/diff/max"] for row in rows[1:] if row.get("mismatch/diff/max") is not None) < 1e-3

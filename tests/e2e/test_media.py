@@ -46,10 +46,16 @@ def drawn(rng: random.Random, side: int) -> bytes:
     return file.getvalue()
 
 
-@pytest.fixture
-def seeing_model(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of the model, the rows and the run."""
+    return tmp_path_factory.mktemp("media")
+
+
+@pytest.fixture(scope="module")
+def seeing_model(folder: Path) -> Path:
     """A tiny model whose images may have as many pixels as a message needs several frames for."""
-    folder = tmp_path / "model"
+    folder = folder / "model"
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "num_kv_heads": 1}
     make_tiny_model(TinyModel(architecture="qwen2_5_vl", **sizes), folder)
     limits = {"shortest_edge": 28 * 28, "longest_edge": 28 * 28 * 1300}
@@ -57,20 +63,20 @@ def seeing_model(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.fixture
-def contents(tmp_path: Path) -> dict[int, list[bytes]]:
+@pytest.fixture(scope="module")
+def contents(folder: Path) -> dict[int, list[bytes]]:
     """Number of a row -> its images; of 8 rows with paths and 8 with bytes. One image needs several frames."""
     rng = random.Random(0)
     found = {row: [drawn(rng, rng.randrange(20, 300)) for _ in range(row % 3)] for row in range(16)}
     found[1] = [drawn(rng, 1000)]
-    (tmp_path / "images").mkdir()
+    (folder / "images").mkdir()
     lines: list[dict[str, Any]] = []
     for row in range(8):
         names = [f"images/{row}-{n}.png" for n in range(len(found[row]))]
         for name, content in zip(names, found[row], strict=True):
-            (tmp_path / name).write_bytes(content)
+            (folder / name).write_bytes(content)
         lines.append({"prompt": f"digit {row}", "answer": "1", "images": names})
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     rows = [
         {
             "prompt": f"digit {row}",
@@ -79,7 +85,7 @@ def contents(tmp_path: Path) -> dict[int, list[bytes]]:
         }
         for row in range(8, 16)
     ]
-    parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    parquet.write_table(pa.Table.from_pylist(rows), folder / "rows.parquet")
     return found
 
 
@@ -88,17 +94,29 @@ def words(folder: Path, model: Path) -> list[str]:
     return [f"model.path={model}", f"data.train={train}", f"data.val={folder}/rows.parquet", *APART, *WORDS]
 
 
-def test_images_reach_every_generator_rank(
-    tmp_path: Path, seeing_model: Path, contents: dict[int, list[bytes]]
-) -> None:
+Seen = dict[int, list[dict[str, Any]]]
+"""Rank -> the requests that its engine got."""
+
+
+@pytest.fixture(scope="module")
+def seen_at(folder: Path, seeing_model: Path, contents: dict[int, list[bytes]]) -> dict[int, Seen]:
+    """Of a run that is resumed: number of steps -> what the generators' engines have got."""
+    found = {}
     for steps in (2, 4):
-        start = Start(tmp_path / "run", [*words(tmp_path, seeing_model), ENGINE, f"max_steps={steps}"])
+        start = Start(folder / "run", [*words(folder, seeing_model), ENGINE, f"max_steps={steps}"])
         assert start.wait(200) == ExitCode.DONE, start.text
-        seen = {
-            rank: [json.loads(line) for line in (tmp_path / f"run/requests-{rank}.jsonl").read_text().splitlines()]
+        found[steps] = {
+            rank: [json.loads(line) for line in (folder / f"run/requests-{rank}.jsonl").read_text().splitlines()]
             for ranks in REPLICAS
             for rank in ranks
         }
+    return found
+
+
+def test_images_reach_every_generator_rank(
+    seeing_model: Path, contents: dict[int, list[bytes]], seen_at: dict[int, Seen]
+) -> None:
+    for steps, seen in seen_at.items():
         for first, second in REPLICAS:
             assert seen[first] == seen[second] and len(seen[first]) > 12 * (steps // 2) / len(REPLICAS)
     vision = vision_of(seeing_model)
@@ -115,17 +133,17 @@ def test_images_reach_every_generator_rank(
     assert any(size > 2.5 * 2**20 for request in requests for _, size, _ in request["media"])
 
 
-def test_rollouts_keep_each_image_once(tmp_path: Path, seeing_model: Path, contents: dict[int, list[bytes]]) -> None:
-    start = Start(tmp_path / "run", [*words(tmp_path, seeing_model), ENGINE, "max_steps=2"])
-    assert start.wait(200) == ExitCode.DONE, start.text
-    reader, used = RolloutReader(tmp_path / "run", provisional=True), set()
-    for step in (1, 2):
+def test_rollouts_keep_each_image_once(
+    folder: Path, seeing_model: Path, contents: dict[int, list[bytes]], seen_at: dict[int, Seen]
+) -> None:
+    reader, used = RolloutReader(folder / "run", provisional=True), set()
+    for step in (1, 2, 3, 4):
         batch = reader.batch(step)
         assert batch.images is not None and set(batch.pictures) >= {
             span.digest for span in image_spans(batch.images.numpy())
         }
         used |= set(batch.pictures)
-    stored = list((tmp_path / "run/rollouts/pictures").rglob("*.png"))
+    stored = list((folder / "run/rollouts/pictures").rglob("*.png"))
     assert len(stored) == len({path.name for path in stored}) >= len(used) > 3
     vision = vision_of(seeing_model)
     assert vision is not None
@@ -136,9 +154,9 @@ def test_rollouts_keep_each_image_once(tmp_path: Path, seeing_model: Path, conte
 
 
 def test_images_for_a_text_model_are_refused(
-    tmp_path: Path, digit_model: Path, contents: dict[int, list[bytes]]
+    tmp_path: Path, folder: Path, digit_model: Path, contents: dict[int, list[bytes]]
 ) -> None:
-    start = Start(tmp_path / "run", [*words(tmp_path, digit_model), "layout.generator.tensor_parallel=1"])
+    start = Start(tmp_path / "run", [*words(folder, digit_model), "layout.generator.tensor_parallel=1"])
     assert start.wait() == ExitCode.BAD_INPUT, start.text
-    line = f"{tmp_path}/rows.jsonl:2: the row has images, which {digit_model} does not take; use a model with"
+    line = f"{folder}/rows.jsonl:2: the row has images, which {digit_model} does not take; use a model with"
     assert line in start.text and not (tmp_path / "run").exists()

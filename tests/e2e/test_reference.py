@@ -77,12 +77,12 @@ def check(found: list[dict[str, Any]], model: Path, num_rows: int) -> None:
     ("words", "num_ranks", "has_path"),
     [
         (["layout=colocated"], 3, True),
-        (APART, 6, True),
+        pytest.param(APART, 6, True, marks=pytest.mark.soak),
         # The third of the reference ranks has no row.
         ([*APART, "own.batch_size=2"], 6, True),
         # Two ranks work on the same rows: one group of trainers, two of the reference.
         ([*APART, "layout.reference.num_ranks=4", "trainer.fsdp2.context_parallel=2"], 7, True),
-        (["layout=single"], 1, False),
+        pytest.param(["layout=single"], 1, False, marks=pytest.mark.soak),
         (["layout=single", *LORA], 1, False),
         (["layout=single", *LORA], 1, True),
     ],

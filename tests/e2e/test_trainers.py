@@ -110,7 +110,8 @@ def test_each_step_by_another_engine_matches_fsdp2(runs: Runs) -> None:
     check_same(runs, "switched")
 
 
-@pytest.mark.parametrize("trainer", [pytest.param("deepspeed", marks=pytest.mark.soak), "megatron"])
+@pytest.mark.soak
+@pytest.mark.parametrize("trainer", TRAINERS)
 def test_vllm_generates_the_same_responses_for_every_trainer(runs: Runs, trainer: str) -> None:
     pytest.importorskip("vllm")
     runs.start(f"{trainer}_vllm", *TRAINERS[trainer], "generator.engine=vllm")
@@ -120,8 +121,8 @@ def test_vllm_generates_the_same_responses_for_every_trainer(runs: Runs, trainer
 @pytest.mark.parametrize(
     ("first", "then"),
     [
-        ("megatron", ["generator.engine=vllm"]),
-        ("fsdp2", TRAINERS["megatron"]),
+        pytest.param("megatron", ["generator.engine=vllm"], marks=pytest.mark.soak),
+        pytest.param("fsdp2", TRAINERS["megatron"], marks=pytest.mark.soak),
         ("deepspeed", ["trainer.megatron.pipeline_parallel=2", "trainer.engine=megatron"]),
     ],
 )

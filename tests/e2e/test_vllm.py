@@ -97,7 +97,8 @@ def check_same(run_dir: Path, native: list[dict[str, Any]], same: Collection[str
     assert len({row["critic/score/mean"] for row in rows[1:]}) > 1, "scores that can differ"
 
 
-@pytest.mark.parametrize("layout", ["single", "colocated_split"])  # the others, killed or preempted: below
+# Of the others, killed or preempted: below.
+@pytest.mark.parametrize("layout", [pytest.param("single", marks=pytest.mark.soak), "colocated_split"])
 def test_a_run_matches_the_native_engine(runs: Runs, layout: str, native: list[dict[str, Any]]) -> None:
     code, text = runs.start(layout, [*ALL, "generator.engine=vllm", *LAYOUTS[layout]])
     assert code == ExitCode.DONE, text

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import re
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 import psutil
 
 from hpcrl.commands.status import main as status_main
+from hpcrl.launch.__main__ import main as launch_main
 from hpcrl.metrics.log import read_metrics
 from tests import in_process
 from tests.conftest import ROOT
@@ -25,15 +25,8 @@ ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED"
 
 def launch(cluster: Any, run_dir: Path, *words: str) -> subprocess.CompletedProcess[str]:
     """`python -m hpcrl.launch +cluster=slurm run_dir=... WORDS` from this cluster's login node."""
-    return subprocess.run(
-        [sys.executable, "-m", "hpcrl.launch", "+cluster=slurm", f"run_dir={run_dir}", *words],
-        env={**cluster.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    environ = {**cluster.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    return in_process.run(launch_main, "+cluster=slurm", f"run_dir={run_dir}", *words, at=Path.cwd(), environ=environ)
 
 
 def submit(cluster: Any, run_dir: Path, *words: str) -> int:

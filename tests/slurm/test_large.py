@@ -20,7 +20,7 @@ RANK_BYTES = 180 << 20  # of a reward rank, most of it torch
 START_S = 400.0
 
 
-@pytest.fixture(params=[20, pytest.param(64, marks=pytest.mark.soak)])
+@pytest.fixture(params=[12, pytest.param(64, marks=pytest.mark.soak)])
 def large(request: pytest.FixtureRequest, one_machine: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """A cluster of many nodes with four cores each."""
     num_nodes = request.param
