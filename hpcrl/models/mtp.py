@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
+from hpcrl.models.shape import MAX_LAYERS
+
 MTP = Literal["keep", "drop"]
 ModelMTP = Literal["keep", "drop", "train"]
 CONTINUED = ("deepseek_v3", "glm4_moe", "glm4_moe_lite")
@@ -63,6 +65,11 @@ def num_trained(config: Mapping[str, Any]) -> int:
     return num_mtp_layers(config) or int(config["model_type"] in OWN)
 
 
+def num_joins(config: Mapping[str, Any]) -> int:
+    """How often trained MTP layers have norms and a projection: once for all, or once for each."""
+    return 1 if config["model_type"] in OWN else num_trained(config)
+
+
 def trained_names(config: Mapping[str, Any]) -> dict[str, str]:
     """Beginnings of the names of trained MTP layers' parameters (hpcrl.engines.train.fsdp2.mtp_layer.MTPLayers), and of
     the same tensors in files, where experts may be separate."""
@@ -103,8 +110,8 @@ def untrainable(config: Mapping[str, Any], names: Iterable[str] | None) -> str:
         return f"MTP layers of {family} are not trained (those of {', '.join(CONTINUED + OWN)} are)"
     if config.get("mtp_use_dedicated_embeddings"):
         return "its MTP layers have embeddings of their own (mtp_use_dedicated_embeddings), which are not trained"
-    if not num_trained(config):
-        return "config.json has 0 MTP layers (num_nextn_predict_layers)"
+    if not 1 <= (number := num_trained(config)) <= MAX_LAYERS:
+        return f"config.json has {number} MTP layers, and 1 to {MAX_LAYERS} are supported"
     if names is None:
         return ""
     held = set(names)
@@ -113,7 +120,7 @@ def untrainable(config: Mapping[str, Any], names: Iterable[str] | None) -> str:
     needed += [f"{begin}input_layernorm.weight" for name, begin in begins.items() if name.startswith("layers.")]
     if lacking := [name for name in needed if name not in held]:
         return f"the weights lack {lacking[0]} of the MTP layers"
-    if family in OWN and f"mtp.layers.{(number := num_trained(config))}.input_layernorm.weight" in held:
+    if family in OWN and f"mtp.layers.{number}.input_layernorm.weight" in held:
         return f"the weights have more MTP layers than config.json, {number}"
     return ""
 
@@ -130,6 +137,6 @@ def mtp_line(config: Mapping[str, Any], names: Iterable[str] | None, mode: Model
         return f"MTP layers: config.json has {named}, but the weights have none; exports have 0"
     what = ", ".join(filter(None, (named, f"{len(held)} tensors" if held else "")))
     if mode == "train":
-        return f"MTP layers: {what}; trained (model.mtp=train), not counted below: their weights, states, activations"
+        return f"MTP layers: {what}; trained (model.mtp=train), counted below"
     done = "copied unchanged to exports" if mode == "keep" else "left out of exports"
     return f"MTP layers: {what}; not trained, {done} (model.mtp={mode})"

@@ -66,15 +66,16 @@ def names_outside_layer(family: str, number: int = 0) -> dict[str, str]:
     return names | {"norm": f"{begin}shared_head.norm.weight"}
 
 
-def folder_with_mtp(family: str, folder: Path, count: int = 1, stacked: bool = False) -> Path:
+def folder_with_mtp(family: str, folder: Path, count: int = 1, stacked: bool = False, **changes: Any) -> Path:
     """A model of two layers with MTP layers in its files, which have the tensors of further layers. stacked: the
     experts of MTP layers are one tensor for each matrix, as in Qwen3.6."""
-    longer = dict(SIZES[family])
+    own_sizes = SIZES[family] | changes
+    longer = dict(own_sizes)
     for key in ("layer_types", "mlp_layer_types"):
         if key in longer:
             longer[key] = [*longer[key], *[longer[key][-1]] * count]
     donor = make_model_folder(family, folder.parent / f"{folder.name}-donor", num_hidden_layers=2 + count, **longer)
-    make_model_folder(family, folder, **SIZES[family])
+    make_model_folder(family, folder, **own_sizes)
     tensors, file = load_file(donor / "model.safetensors"), folder / "model.safetensors"
     own, random = load_file(file), torch.Generator().manual_seed(7)
     size = own["model.embed_tokens.weight"].shape[1]

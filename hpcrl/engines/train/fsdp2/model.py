@@ -181,9 +181,10 @@ class PackedCausalLM(nn.Module):
                 rotation = decoder_of(self.hf).rotary_emb(embedded[None], inputs.positions[None])
             states = self.mtp(number, states.index_select(0, inputs.states), embedded, rotation, inputs.layout)
             found.append(states.index_select(0, inputs.before))
+        states, targets_of_all = torch.cat(found), torch.cat([inputs.targets for inputs in further])
+        del embedded, found
         weight, bias = self.projection()
-        targets_of_all = torch.cat([inputs.targets for inputs in further])
-        given = (torch.cat(found), weight.detach(), None if bias is None else bias.detach(), targets_of_all)
+        given = (states, weight.detach(), None if bias is None else bias.detach(), targets_of_all)
         return *scores, *token_hits(*given, head=self.head, chunk_tokens=self.chunk_tokens)
 
     def _scores(

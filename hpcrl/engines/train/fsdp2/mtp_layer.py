@@ -24,7 +24,7 @@ from hpcrl.engines.train.fsdp2.model_kind import quiet
 from hpcrl.engines.train.fsdp2.packed_attention import PACKED_ATTENTION, PackedLayout
 from hpcrl.engines.train.fsdp2.prefix_tree import share_prefixes
 from hpcrl.metrics.stats import Stats, stat
-from hpcrl.models.mtp import OWN, name_in_files, num_trained, shared_with_model, trained_names
+from hpcrl.models.mtp import name_in_files, num_joins, num_trained, shared_with_model, trained_names
 from hpcrl.rollout.batch import Batch, Norms
 from hpcrl.rollout.device_copies import to_device
 
@@ -79,14 +79,14 @@ class Join(nn.Module):
 class MTPLayers(nn.Module):
     """The layers, with transformers' decoder layer of the family. Some families have one Join for all layers."""
 
-    def __init__(self, ones: Sequence[PreTrainedModel], shared: bool):
-        """Each of `ones` is a model whose only layer becomes one of these. shared: whether there is one Join."""
+    def __init__(self, ones: Sequence[PreTrainedModel], num_joins: int):
+        """Each of `ones` is a model whose only layer becomes one of these."""
         super().__init__()
         text: Any = ones[0].config
         self.layers = nn.ModuleList(one.get_decoder().layers[0] for one in ones)
         like: Any = self.layers[0].input_layernorm
         self.joins = nn.ModuleList(
-            Join(text.hidden_size, text.rms_norm_eps, like, like.weight.dtype) for _ in (ones[:1] if shared else ones)
+            Join(text.hidden_size, text.rms_norm_eps, like, like.weight.dtype) for _ in range(num_joins)
         )
         for layer in self.layers:
             attention: Any = layer.self_attn
@@ -131,7 +131,7 @@ def empty_layers(config: PreTrainedConfig, content: Mapping[str, Any], dtype: to
     """The layers of this config's model, on the meta device. `content` is its config.json."""
     with torch.device("meta"):
         ones = [_empty_model(config, dtype) for _ in range(num_trained(content))]
-        return MTPLayers(ones, content["model_type"] in OWN)
+        return MTPLayers(ones, num_joins(content))
 
 
 def read_layers(path: Path, config: PreTrainedConfig, content: Mapping[str, Any], dtype: torch.dtype) -> MTPLayers:
@@ -139,7 +139,7 @@ def read_layers(path: Path, config: PreTrainedConfig, content: Mapping[str, Any]
     begins = trained_names(content)
     tensors = dict(read_mtp(path))
     ones = [_read_layer(path, config, begins[f"layers.{n}."], tensors, dtype) for n in range(num_trained(content))]
-    layers = MTPLayers(ones, content["model_type"] in OWN)
+    layers = MTPLayers(ones, num_joins(content))
     with torch.no_grad():
         for name, parameter in layers.named_parameters():
             if name.startswith("layers."):
