@@ -180,8 +180,8 @@ class ModelConfig(Section):
     weights."""
     mtp: ModelMTP = "keep"
     """Multi-token prediction layers (MTP) of the folder, which speculative decoding uses: `keep` copies their tensors
-    unchanged to exports; `drop` leaves them out, and sets their number in config.json to 0; `train` trains a single
-    layer beside the policy (fsdp2, trainer.fsdp2.mtp_loss) and exports it."""
+    unchanged to exports; `drop` leaves them out, and sets their number in config.json to 0; `train` trains them
+    beside the policy (fsdp2, trainer.fsdp2.mtp_loss) and exports them."""
 
 
 class ReferenceConfig(Section):

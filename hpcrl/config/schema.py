@@ -269,7 +269,7 @@ class Config(Section):
         changes: dict[str, Any] = {name: getattr(critic, name) for name in own}
         changes |= {"engine": critic.engine or self.trainer.engine, "lr_warmup_steps": critic.lr_warmup_steps}
         changes |= {"lora": LoRAConfig(), "router_replay": False, "head_dtype": None, "freeze": []}
-        model = self.model.model_copy(update={"path": critic.path or self.model.path})
+        model = self.model.model_copy(update={"path": critic.path or self.model.path, "mtp": "drop"})
         trainer = self.trainer.model_copy(update=changes).of_another_model()
         return self.model_copy(update={"trainer": trainer, "model": model})
 

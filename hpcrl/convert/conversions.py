@@ -81,7 +81,7 @@ def to_hf(checkpoint: Path, output: Path, options: ConvertOptions) -> Converted:
     found = find(checkpoint, options.model, options.hashes, tell, options.report_progress)
     config = read_config(found.model)
     quantised = is_quantised(found.folder)
-    whole = QuantisedWeights(found.folder, config) if quantised else opened(found.folder, config)
+    whole = QuantisedWeights(found.folder, config) if quantised else opened(found.folder, config, found.model)
     source = with_mtp(whole, config, found.model, options.mtp, tell)
     try:
         dtypes = output_dtypes(source, options.dtype)

@@ -29,7 +29,7 @@ class FileNames:
 
     def __init__(self, model_type: Any):
         from transformers.conversion_mapping import get_checkpoint_conversion_mapping
-        from transformers.core_model_loading import WeightConverter, WeightRenaming
+        from transformers.core_model_loading import PrefixChange, WeightConverter, WeightRenaming
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
         from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as SEEING
 
@@ -43,6 +43,8 @@ class FileNames:
             SEEING.get(model_type, "")
         )
         for rule in rules or ():
+            if type(rule) is PrefixChange and (rule.model_prefix, rule.prefix_to_remove) == ("model", "language_model"):
+                continue  # a decoder's name in a vision-language model, which files need not have
             begins = [_BEGINNING.fullmatch(pattern) for pattern in rule.source_patterns]
             in_memory = [_plain(name) for name in rule.target_patterns]
             if type(rule) is WeightRenaming and len(begins) == len(in_memory) == 1 and begins[0]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hpcrl.convert.checkpoints import is_quantised
 from hpcrl.convert.dequantize import QuantisedWeights
-from hpcrl.convert.sources import TensorSource, TrainerWeights
+from hpcrl.convert.sources import TensorSource, TrainerWeights, mtp_in_files
 from hpcrl.convert.weight_files import WeightFiles
 from hpcrl.models.mtp import MTP, mtp_keys, mtp_names, shared_with_model
 
@@ -84,11 +84,9 @@ def with_mtp(
 
 def _copies(source: TensorSource, config: Mapping[str, Any], model: Path) -> dict[str, str]:
     """Tensors of MTP layers in the model's files, and not in the source, that are copies of the source's tensors."""
-    if not isinstance(source, TrainerWeights) or not any(model.glob("*.safetensors")):
+    if not isinstance(source, TrainerWeights):
         return {}
-    files = WeightFiles(model)
-    shared = {name: shared_with_model(name) for name in mtp_names(config, files.tensors)}
-    files.close()
+    shared = {name: shared_with_model(name) for name in mtp_in_files(model, config)}
     found = {name: of for name, of in shared.items() if of and name not in source.shapes}
     return {name: of if of in source.shapes else "model.embed_tokens.weight" for name, of in found.items()}
 

@@ -6,7 +6,7 @@ They are read by rows, so memory holds only a block of rows and never a full ten
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from hpcrl.checkpoint.shards import ShardedCheckpoint
-from hpcrl.convert.file_names import FileNames
+from hpcrl.convert.file_names import FileNames, InFile
 from hpcrl.convert.weight_files import WeightFiles
 from hpcrl.engines.train.megatron.names import VALUE_HEAD, Entry, shard, table
 from hpcrl.engines.train.megatron.stored import MegatronWeights, inside_layer, megatron_prefix
 from hpcrl.models.families import family_of
-from hpcrl.models.mtp import trained_names
+from hpcrl.models.mtp import mtp_names, name_in_files, trained_names
 from hpcrl.spec.lora import is_adapter
 from hpcrl.spec.weight_layout import TensorSlice
 
@@ -60,12 +60,12 @@ def _stored_by_own_layers(entry: Entry, config: Mapping[str, Any]) -> str:
 
 
 class TrainerWeights:
-    """HF tensors from a checkpoint of an engine that uses transformers' names, such as fsdp2. ValueError if FileNames
-    does not support the family."""
+    """HF tensors from a checkpoint of an engine that uses transformers' names, such as fsdp2. Tensors named in `whole`
+    are not divided among experts. ValueError if FileNames does not support the family."""
 
     PREFIX, MTP = "model.hf.", "model.mtp."
 
-    def __init__(self, checkpoint: ShardedCheckpoint, config: Mapping[str, Any]):
+    def __init__(self, checkpoint: ShardedCheckpoint, config: Mapping[str, Any], whole: Collection[str] = ()):
         try:
             names = FileNames(config.get("model_type"))
         except ValueError as error:
@@ -81,9 +81,9 @@ class TrainerWeights:
                 continue
             own = name.removeprefix(self.PREFIX)
             if name.startswith(self.MTP):  # a trained layer
-                part, _, rest = name.removeprefix(self.MTP).partition(".")
-                own = trained_names(config)[f"{part}."] + rest
-            for hf, shape, leading, first in names.of(own, stored.shape):
+                own = name_in_files(trained_names(config), name.removeprefix(self.MTP))
+            in_files = [InFile(own, stored.shape, (), 0)] if own in whole else names.of(own, stored.shape)
+            for hf, shape, leading, first in in_files:
                 self.shapes[hf], self.dtypes[hf] = shape, stored.dtype
                 self._where[hf] = (name, leading, first)
                 if name.startswith(self.MTP):
@@ -204,9 +204,9 @@ class _Slices:
         return self._files.read(self._name, rows.start, rows.stop)[(slice(None), *rest)]
 
 
-def opened(folder: Path, config: Mapping[str, Any]) -> TensorSource:
-    """The HF tensors of the checkpoint in a folder. ValueError if it is damaged, has only adapters, or does not match
-    `config`."""
+def opened(folder: Path, config: Mapping[str, Any], model: Path) -> TensorSource:
+    """The HF tensors of the checkpoint in a folder. Experts of trained MTP layers are stacked if they are in the files
+    of the folder `model`. ValueError if the checkpoint is damaged, has only adapters, or does not match `config`."""
     checkpoint = ShardedCheckpoint(folder)
     if any(is_adapter(name) for name in checkpoint.tensors):
         raise ValueError(
@@ -216,6 +216,16 @@ def opened(folder: Path, config: Mapping[str, Any]) -> TensorSource:
     if megatron_prefix(checkpoint) is not None:
         return MegatronWeights(checkpoint, config)
     if any(name.startswith(TrainerWeights.PREFIX) for name in checkpoint.tensors):
-        return TrainerWeights(checkpoint, config)
+        trains_mtp = any(name.startswith(TrainerWeights.MTP) for name in checkpoint.tensors)
+        return TrainerWeights(checkpoint, config, mtp_in_files(model, config) if trains_mtp else ())
     some = ", ".join(list(checkpoint.tensors)[:3]) or "none"
     raise ValueError(f"{folder} has no weights of Megatron or of hpcrl's trainers (tensors: {some})")
+
+
+def mtp_in_files(model: Path, config: Mapping[str, Any]) -> list[str]:
+    """Tensors of MTP layers in a model's files, if there are any."""
+    if not any(model.glob("*.safetensors")):
+        return []
+    files = WeightFiles(model)
+    files.close()
+    return mtp_names(config, files.tensors)

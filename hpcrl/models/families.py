@@ -52,6 +52,7 @@ from hpcrl.models import (
 from hpcrl.models.family import Family
 from hpcrl.models.from_transformers import built_shape, source_of
 from hpcrl.models.grouped import grouped_shape
+from hpcrl.models.mtp import num_joins, num_trained, untrainable
 from hpcrl.models.shape import CannotPlanError, ModelShape
 from hpcrl.models.vision import TINY, Vision, read_vision
 from hpcrl.spec.media import IMAGES
@@ -106,9 +107,13 @@ def read_shape(config: Mapping[str, Any]) -> ModelShape:
     name = config.get("model_type")
     family = family_of(name)
     if family.decoder is None:
-        return built_shape(config, sees=family.vision is not None and "vision_config" in config)
-    shape = (family.read or grouped_shape)(str(name), family.decoder, config)
-    return replace(shape, source=source_of(config)) if family.measured_layers else shape
+        shape = built_shape(config, sees=family.vision is not None and "vision_config" in config)
+    else:
+        shape = (family.read or grouped_shape)(str(name), family.decoder, config)
+        shape = replace(shape, source=source_of(config)) if family.measured_layers else shape
+    if untrainable(config, None):
+        return shape
+    return replace(shape, mtp_layers=num_trained(config), mtp_joins=num_joins(config))
 
 
 def shape_of(folder: str | None, key: str) -> ModelShape:

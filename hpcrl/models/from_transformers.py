@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpcrl.models.shape import (
     LAYER_COUNTS,
+    ROUTER_BIAS,
     CannotPlanError,
     Decoder,
     Latent,
@@ -34,8 +35,6 @@ CHECKED = (*LAYER_COUNTS, "hidden_size", "vocab_size", "num_attention_heads")
 CHOSEN = re.compile(r"experts_per_tok(en)?$|^moe_(top_?)?k$|^top_k_experts$")
 """Names of config keys for the number of experts per token."""
 LISTED_EXPERT = re.compile(r"\.experts\.\d+\.")
-ROUTER_BIAS = "e_score_correction_bias"
-"""A buffer that trainers publish with the parameters."""
 COLUMN = re.compile(
     r"(^|_)(q|k|v|qkv|gate|up|gate_up|q_b|kv_b|in|in_proj_\w+|query_key_value|c_attn|fc1|w1|w3)(_proj)?$"
 )

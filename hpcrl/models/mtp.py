@@ -7,10 +7,14 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
+from hpcrl.models.shape import MAX_LAYERS
+
 MTP = Literal["keep", "drop"]
 ModelMTP = Literal["keep", "drop", "train"]
-CONTINUED, OWN = ("deepseek_v3", "glm4_moe", "glm4_moe_lite"), ("qwen3_next",)
-"""Families whose MTP layer can be trained: as the layer after the last, and as mtp.*."""
+CONTINUED = ("deepseek_v3", "glm4_moe", "glm4_moe_lite")
+"""Families whose MTP layers can be trained, and are the layers after the last in files."""
+OWN = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+"""Families whose MTP layers can be trained, and are mtp.* in files. All layers share norms and projection."""
 KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules", "num_mtp_layers", "n_mtp_layers")
 """Keys of config.json, or of its text_config, with the number of MTP layers: of DeepSeek-V3, GLM-4.5, MiMo, ERNIE 4.5
 and Nemotron-H; of Qwen3.5; of MiniMax-M2; of others. Qwen3-Next has no such key."""
@@ -56,20 +60,39 @@ def with_mtp_keys(config: Mapping[str, Any], source: Mapping[str, Any], kept: bo
     return changed
 
 
+def num_trained(config: Mapping[str, Any]) -> int:
+    """The number of MTP layers that model.mtp=train trains. Qwen3-Next has one if config.json names none."""
+    return num_mtp_layers(config) or int(config["model_type"] in OWN)
+
+
+def num_joins(config: Mapping[str, Any]) -> int:
+    """How often trained MTP layers have norms and a projection: once for all, or once for each."""
+    return 1 if config["model_type"] in OWN else num_trained(config)
+
+
 def trained_names(config: Mapping[str, Any]) -> dict[str, str]:
-    """Beginnings of the names of a trained MTP layer's parameters (hpcrl.engines.train.fsdp2.mtp_layer.MTPLayer), and
-    of the same tensors in files, where experts are not stacked."""
+    """Beginnings of the names of trained MTP layers' parameters (hpcrl.engines.train.fsdp2.mtp_layer.MTPLayers), and of
+    the same tensors in files, where experts may be separate."""
+    numbers = range(num_trained(config))
     if config["model_type"] in OWN:
-        return {
-            "layer.": "mtp.layers.0.",
-            "enorm.": "mtp.pre_fc_norm_embedding.",
-            "hnorm.": "mtp.pre_fc_norm_hidden.",
-            "eh_proj.": "mtp.fc.",
-            "norm.": "mtp.norm.",
+        return {f"layers.{number}.": f"mtp.layers.{number}." for number in numbers} | {
+            "joins.0.enorm.": "mtp.pre_fc_norm_embedding.",
+            "joins.0.hnorm.": "mtp.pre_fc_norm_hidden.",
+            "joins.0.eh_proj.": "mtp.fc.",
+            "joins.0.norm.": "mtp.norm.",
         }
-    begin = f"model.layers.{config['num_hidden_layers']}."
-    own = {name: f"{begin}{name}" for name in ("enorm.", "hnorm.", "eh_proj.")}
-    return {"layer.": begin, **own, "norm.": f"{begin}shared_head.norm."}
+    found: dict[str, str] = {}
+    for number in numbers:
+        begin = f"model.layers.{config['num_hidden_layers'] + number}."
+        found |= {f"joins.{number}.{name}": f"{begin}{name}" for name in ("enorm.", "hnorm.", "eh_proj.")}
+        found |= {f"joins.{number}.norm.": f"{begin}shared_head.norm.", f"layers.{number}.": begin}
+    return found
+
+
+def name_in_files(begins: Mapping[str, str], name: str) -> str:
+    """The name in files of a trained MTP layer's parameter, by trained_names()."""
+    begin = next(begin for begin in begins if name.startswith(begin))
+    return begins[begin] + name.removeprefix(begin)
 
 
 def shared_with_model(name: str) -> str:
@@ -85,10 +108,21 @@ def untrainable(config: Mapping[str, Any], names: Iterable[str] | None) -> str:
     family = config.get("model_type")
     if family not in CONTINUED + OWN:
         return f"MTP layers of {family} are not trained (those of {', '.join(CONTINUED + OWN)} are)"
-    if family in CONTINUED and (number := num_mtp_layers(config)) != 1:
-        return f"config.json has {number} MTP layers (num_nextn_predict_layers), and only a single one is trained"
-    begin = trained_names(config)["eh_proj."]
-    return "" if names is None or f"{begin}weight" in names else f"the weights lack {begin}weight of the MTP layer"
+    if config.get("mtp_use_dedicated_embeddings"):
+        return "its MTP layers have embeddings of their own (mtp_use_dedicated_embeddings), which are not trained"
+    if not 1 <= (number := num_trained(config)) <= MAX_LAYERS:
+        return f"config.json has {number} MTP layers, and 1 to {MAX_LAYERS} are supported"
+    if names is None:
+        return ""
+    held = set(names)
+    begins = trained_names(config)
+    needed = [f"{begin}weight" for name, begin in begins.items() if name.endswith(".eh_proj.")]
+    needed += [f"{begin}input_layernorm.weight" for name, begin in begins.items() if name.startswith("layers.")]
+    if lacking := [name for name in needed if name not in held]:
+        return f"the weights lack {lacking[0]} of the MTP layers"
+    if family in OWN and f"mtp.layers.{number}.input_layernorm.weight" in held:
+        return f"the weights have more MTP layers than config.json, {number}"
+    return ""
 
 
 def mtp_line(config: Mapping[str, Any], names: Iterable[str] | None, mode: ModelMTP) -> str:
@@ -103,8 +137,6 @@ def mtp_line(config: Mapping[str, Any], names: Iterable[str] | None, mode: Model
         return f"MTP layers: config.json has {named}, but the weights have none; exports have 0"
     what = ", ".join(filter(None, (named, f"{len(held)} tensors" if held else "")))
     if mode == "train":
-        return (
-            f"MTP layers: {what}; trained (model.mtp=train), not counted below: a layer's weights, states, activations"
-        )
+        return f"MTP layers: {what}; trained (model.mtp=train), counted below"
     done = "copied unchanged to exports" if mode == "keep" else "left out of exports"
     return f"MTP layers: {what}; not trained, {done} (model.mtp={mode})"

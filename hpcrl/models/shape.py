@@ -17,6 +17,10 @@ the vocabulary, experts, or nothing."""
 
 Unit = tuple[Literal["layer", "block"], int]
 """A decoder layer, or a block of the vision tower."""
+MTP_PREFIX = "mtp."
+"""Beginning of the names of trained MTP layers' parameters in a trainer (hpcrl.planner.mtp)."""
+ROUTER_BIAS = "e_score_correction_bias"
+"""The end of the name of a buffer that trainers publish with the parameters."""
 LAYER_COUNTS = ("num_hidden_layers", "depth")
 MAX_LAYERS = 1000
 """Several times the maximum of published models. A plan's run time is quadratic in the number of layers."""
@@ -151,8 +155,10 @@ class Parameter:
 
     @property
     def in_layers(self) -> bool:
-        """Whether it belongs to a decoder layer or, apart from its table of positions, to a vision tower."""
-        return self.layer is not None or (self.name.startswith(PREFIX) and "pos_embed" not in self.name)
+        """Whether it belongs to a decoder layer, to an MTP layer or, apart from its table of positions, to a vision
+        tower."""
+        in_tower = self.name.startswith(PREFIX) and "pos_embed" not in self.name
+        return self.layer is not None or self.name.startswith(MTP_PREFIX) or in_tower
 
 
 @dataclass(frozen=True)
@@ -222,6 +228,10 @@ class ModelShape:
     """Names of all linear layers' matrices; None if they are those with a split in `parameters`."""
     attends: bool = True
     """Whether config.json has a number of attention heads; models without it are recurrent."""
+    mtp_layers: int = 0
+    """Trainable MTP layers that config.json names, whose parameters are not in `parameters`."""
+    mtp_joins: int = 0
+    """How often they have norms and a projection: once for all layers, or once for each."""
     source: ModelSource | None = None
     """From what transformers built the model (hpcrl.models.from_transformers); None if the family's file lists it."""
 

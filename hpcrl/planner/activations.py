@@ -61,7 +61,7 @@ def fsdp2_activations(shape: ModelShape, tokens: Tokens, num_bytes: int, checkpo
     below."""
     hidden = shape.hidden_size
     outside = positions_bytes(shape, tokens, num_bytes)
-    outside += tokens.total * _norm(shape, hidden, num_bytes)
+    outside += tokens.total * norm_bytes(shape, hidden, num_bytes)
     outside += tokens.predicted * (hidden * num_bytes + INDEX + 2 * FP32)
     outside += tower_activations(shape.tower, tokens.of_images, num_bytes, checkpointing)
     if checkpointing:
@@ -118,7 +118,7 @@ def _widest(shape: ModelShape) -> int:
     return max(dense, shape.experts_per_token * max(shape.hidden_size, 2 * shape.expert_size), shape.query_size)
 
 
-def _norm(shape: ModelShape, size: int, num_bytes: int) -> int:
+def norm_bytes(shape: ModelShape, size: int, num_bytes: int) -> int:
     """Bytes per token: the input in fp32, the normalised input (for Gemma 2 and 3 also in fp32) and the scale."""
     return size * (FP32 + (FP32 if shape.decoder.gemma else num_bytes)) + FP32
 
@@ -128,11 +128,11 @@ def layer_bytes(shape: ModelShape, layer: int, tokens: Tokens, num_bytes: int, g
     if memory := measured(shape, tokens, num_bytes, gpu):
         return tokens.of_rows(memory[layer].kept)
     hidden, query, key = shape.hidden_size, shape.query_size, shape.key_size
-    kept = (4 if shape.decoder.gemma else 2) * _norm(shape, hidden, num_bytes)
+    kept = (4 if shape.decoder.gemma else 2) * norm_bytes(shape, hidden, num_bytes)
     kept += 2 * hidden * num_bytes  # input of attention and of the feed-forward layer
     kept += query * num_bytes  # input of the output projection
     if shape.decoder.qk_norm:
-        kept += _norm(shape, query, num_bytes) + _norm(shape, key, num_bytes)
+        kept += norm_bytes(shape, query, num_bytes) + norm_bytes(shape, key, num_bytes)
         kept += FP32 * (shape.num_heads + shape.num_kv_heads - 2)  # one scale per head
     if shape.decoder.soft_capped:
         kept += (query + 2 * key) * num_bytes  # the rest is recomputed (recomputed_scores)

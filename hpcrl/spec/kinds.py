@@ -183,7 +183,7 @@ class TrainEngineSpec(Spec):
     freezes: bool = False
     """Whether it can leave parameters untrained (trainer.freeze)."""
     trains_mtp: bool = False
-    """Whether it can train a model's multi-token prediction layer (model.mtp=train)."""
+    """Whether it can train a model's multi-token prediction layers (model.mtp=train)."""
     lora: bool = False
     """Whether it can train adapters of frozen weights (hpcrl.engines.train.training_engine.TrainsAdapters)."""
     make_critic: str = ""

@@ -55,8 +55,6 @@ KINDS: dict[str, str | None] = {
     "qwen3_next": None,
     "qwen3_5_text": "mtp_num_hidden_layers",
 }
-NOT_CONVERTED = ("qwen3_5_text",)
-"""Families whose checkpoints hpcrl.convert refuses."""
 
 
 @pytest.mark.slow
@@ -75,7 +73,7 @@ def test_exports_and_conversions_have_the_folders_mtp_layers_or_none(
     write_files(tmp_path / "step", engine.snapshot())
     words = ["--checkpoint", str(tmp_path / "step"), "--model", str(model)]
     whole = weights(model)
-    converted = {} if family in NOT_CONVERTED else {"converted": True, "small": False}
+    converted = {"converted": True, "small": False}
     for name, kept in ({"kept": True, "dropped": False} | converted).items():
         folder = tmp_path / name
         if name in converted:

@@ -23,12 +23,18 @@ from hpcrl.metrics.stats import flatten, merge
 from hpcrl.models.mtp import ModelMTP, mtp_line, untrainable
 from hpcrl.rollout.batch import Batch
 from tests.checkpoint.writing import write_files
-from tests.engines.mtp_reference import SIZES, by_hand, folder_with_mtp
+from tests.engines.mtp_reference import SEVERAL, SIZES, by_hand, folder_with_mtp
 from tests.engines.worlds import Weighted, by_steps, make_batch, norms_of, run_ranks, worst_difference
 
 LENGTHS = (9, 12, 5, 2, 14, 7)
 """A row of two tokens has no token to predict."""
 FAMILIES = list(SIZES)
+COUNTS = dict.fromkeys(FAMILIES, 1) | {f"{family} x {count}": count for family, count in SEVERAL.items()}
+"""Model -> its MTP layers; the model's name begins with its family."""
+
+
+def family_of(model: str) -> str:
+    return model.partition(" ")[0]
 
 
 def engine(folder: Path, mtp: ModelMTP = "train", own: dict[str, Any] | None = None, **config: Any) -> FSDP2Engine:
@@ -66,24 +72,28 @@ def gradients(
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     scratch = tmp_path_factory.mktemp("models")
-    return {family: folder_with_mtp(family, scratch / family) for family in FAMILIES}
+    return {model: folder_with_mtp(family_of(model), scratch / model, count) for model, count in COUNTS.items()}
 
 
 @pytest.mark.slow
 @pytest.mark.numerics
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("model", COUNTS)
 def test_loss_and_gradients_match_a_reference_and_leave_the_policys(
-    family: str, folders: dict[str, Path], world_of_one: None
+    model: str, folders: dict[str, Path], world_of_one: None
 ) -> None:
-    batch, folder = rows(), folders[family]
-    loss, accuracy, wanted = by_hand(family, folder, batch, 0.3, norms_of(batch).tokens)
-    with_layer, without = engine(folder), engine(folder, "keep")
+    batch, folder = rows(), folders[model]
+    losses, accuracies, wanted = by_hand(
+        family_of(model), folder, batch, 0.3, norms_of(batch).tokens, count=COUNTS[model]
+    )
+    with_layers, without = engine(folder), engine(folder, "keep")
     plan = [[0, 4, 1], [2, 3, 5], []]
-    assert torch.equal(with_layer.logprobs(batch, plan, 1.0), without.logprobs(batch, plan, 1.0))
-    policy, of_mtp, metrics = gradients(with_layer, batch, plan, batch)
+    assert torch.equal(with_layers.logprobs(batch, plan, 1.0), without.logprobs(batch, plan, 1.0))
+    policy, of_mtp, metrics = gradients(with_layers, batch, plan, batch)
     assert worst_difference(of_mtp, wanted) < 1e-5
-    assert metrics["actor/mtp_loss"] == pytest.approx(loss, rel=1e-5)
-    assert metrics["actor/mtp_accuracy"] == pytest.approx(accuracy)
+    for number, (loss, accuracy) in enumerate(zip(losses, accuracies, strict=True), 1):
+        end = "" if number == 1 else f"_{number}"
+        assert metrics[f"actor/mtp_loss{end}"] == pytest.approx(loss, rel=1e-5)
+        assert metrics[f"actor/mtp_accuracy{end}"] == pytest.approx(accuracy)
     alone, nothing, others = gradients(without, batch, plan, batch)
     assert not nothing and policy.keys() == alone.keys()
     assert all(torch.equal(policy[name], alone[name]) for name in alone)
@@ -99,18 +109,17 @@ def test_loss_and_gradients_match_a_reference_and_leave_the_policys(
 def test_every_setting_gives_the_same_gradients(
     settings: dict[str, Any], folders: dict[str, Path], world_of_one: None
 ) -> None:
-    batch, folder = rows(), folders["glm4_moe"]
-    wanted = by_hand("glm4_moe", folder, batch, 0.3, norms_of(batch).tokens)[2]
-    assert (
-        worst_difference(gradients(engine(folder, own=settings), batch, [[0, 4, 1], [2, 3, 5]], batch)[1], wanted)
-        < 1e-5
-    )
+    batch, folder = rows(), folders["deepseek_v3 x 3"]
+    wanted = by_hand("deepseek_v3", folder, batch, 0.3, norms_of(batch).tokens, 3)[2]
+    found = gradients(engine(folder, own=settings), batch, [[0, 4, 1], [2, 3, 5]], batch)[1]
+    assert worst_difference(found, wanted) < 1e-5
 
 
 @pytest.mark.slow
-def test_segments_of_a_row_are_predicted_separately(folders: dict[str, Path], world_of_one: None) -> None:
-    batch, folder = by_steps(make_batch(LENGTHS), (2, 1, 3)), folders["glm4_moe"]
-    wanted = by_hand("glm4_moe", folder, batch, 0.3, norms_of(batch).tokens)[2]
+@pytest.mark.parametrize("model", ["glm4_moe", "deepseek_v3 x 3"])
+def test_segments_of_a_row_are_predicted_separately(model: str, folders: dict[str, Path], world_of_one: None) -> None:
+    batch, folder = by_steps(make_batch(LENGTHS), (2, 1, 3)), folders[model]
+    wanted = by_hand(family_of(model), folder, batch, 0.3, norms_of(batch).tokens, COUNTS[model])[2]
     assert worst_difference(gradients(engine(folder), batch, [[0, 1, 2]], batch)[1], wanted) < 1e-5
 
 
@@ -131,7 +140,7 @@ def test_the_policys_steps_are_the_same_and_the_layer_learns(
 ) -> None:
     """Also if the layer's gradients, or only the policy's, are clipped."""
     settings: dict[str, Any] = {"optimizer": optimizer, "weight_decay": 0.1, "max_grad_norm": 0.01}
-    with_layer, without = (engine(folders["deepseek_v3"], mtp, **settings) for mtp in ("train", "keep"))
+    with_layer, without = (engine(folders["qwen3_5_moe_text"], mtp, **settings) for mtp in ("train", "keep"))
     before = of_layer(with_layer)
     metrics = [(step(with_layer), step(without)) for _ in range(5)]
     for mine, other in metrics:
@@ -165,18 +174,18 @@ def _two_ranks(folder: Path, scratch: Path) -> dict[str, Any]:
 @pytest.mark.slow
 def test_two_ranks_match_one(folders: dict[str, Path], world_of_one: None, tmp_path: Path) -> None:
     """Gradients, metrics, and the next step from one rank's checkpoint."""
-    trainer, batch = engine(folders["glm4_moe"]), rows()
+    trainer, batch = engine(folders["deepseek_v3 x 3"]), rows()
     policy, wanted, metrics = gradients(trainer, batch, [list(range(6))], batch)
     step(trainer)
     (tmp_path / "one").mkdir()
     write_files(tmp_path / "one", trainer.snapshot())
     trainer.train_step(batch, [list(range(6))], Weighted(), norms_of(batch))
     trainer.export_hf(tmp_path / "next")
-    for result in run_ranks(2, _two_ranks, folders["glm4_moe"], tmp_path):
+    for result in run_ranks(2, _two_ranks, folders["deepseek_v3 x 3"], tmp_path):
         for name, (of_policy, of_mtp, found) in result.items():
             assert worst_difference(of_mtp, wanted) < 1e-5, name
             assert worst_difference(of_policy, policy) < 1e-5, name
-            for key in ("actor/mtp_loss", "actor/mtp_accuracy"):
+            for key in ("actor/mtp_loss", "actor/mtp_accuracy", "actor/mtp_loss_3", "actor/mtp_accuracy_3"):
                 assert found[key] == pytest.approx(metrics[key], rel=1e-5), name
     one, two = (
         {name: t for file in (tmp_path / each).glob("*.safetensors") for name, t in load_file(file).items()}
@@ -202,7 +211,7 @@ def test_gradients_of_the_layer_that_are_not_finite_skip_its_step_alone(
 
 @pytest.mark.slow
 def test_resume_continues_bit_for_bit(folders: dict[str, Path], world_of_one: None, tmp_path: Path) -> None:
-    first, second = engine(folders["deepseek_v3"]), engine(folders["deepseek_v3"])
+    first, second = engine(folders["qwen3_5_text x 2"]), engine(folders["qwen3_5_text x 2"])
     step(first)
     write_files(tmp_path, first.snapshot())
     step(first)
@@ -210,19 +219,21 @@ def test_resume_continues_bit_for_bit(folders: dict[str, Path], world_of_one: No
     step(second)
     saved, resumed = of_layer(first), of_layer(second)
     assert all(torch.equal(saved[name], resumed[name]) for name in saved)
-    keeps = engine(folders["deepseek_v3"], "keep")
+    keeps = engine(folders["qwen3_5_text x 2"], "keep")
     with pytest.raises(ValueError, match="of another model"):
         keeps.load(tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
-def test_exports_and_conversions_have_the_trained_layer(
-    family: str, folders: dict[str, Path], world_of_one: None, tmp_path: Path
+@pytest.mark.parametrize("model", [*COUNTS, "qwen3_5_moe_text stacked"])
+def test_exports_and_conversions_have_the_trained_layers(
+    model: str, folders: dict[str, Path], world_of_one: None, tmp_path: Path
 ) -> None:
-    """Under the names of the source's files, with copies of the embedding of the trained policy; loaded again, it has
-    the same loss."""
-    trainer, folder = engine(folders[family], param_dtype="float32"), folders[family]
+    """Under the names of the source's files, with copies of the embedding of the trained policy; loaded again, they
+    have the same loss."""
+    stacked = model not in folders
+    folder = folder_with_mtp("qwen3_5_moe_text", tmp_path / "stacked", stacked=True) if stacked else folders[model]
+    trainer = engine(folder, param_dtype="float32")
     step(trainer)
     trainer.export_hf(tmp_path / "exported")
     (tmp_path / "step").mkdir()
@@ -247,18 +258,42 @@ def test_exports_and_conversions_have_the_trained_layer(
     assert gradients(again, batch, [list(range(6))], batch)[2]["actor/mtp_loss"] == pytest.approx(wanted, rel=1e-6)
 
 
+@pytest.mark.slow
+def test_stacked_and_separate_experts_are_the_same_layer(
+    folders: dict[str, Path], world_of_one: None, tmp_path: Path
+) -> None:
+    batch, family = rows(), "qwen3_5_moe_text"
+    stacked = engine(folder_with_mtp(family, tmp_path / "stacked", stacked=True))
+    apart = engine(folders[family])
+    assert all(torch.equal(of_layer(stacked)[name], tensor) for name, tensor in of_layer(apart).items())
+    one, other = (gradients(each, batch, [list(range(6))], batch)[1] for each in (stacked, apart))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
 def test_pairs_of_rows_that_begin_alike_are_shared_while_their_next_tokens_are_equal() -> None:
     """By hand: rows 5 6 7 8 and 5 6 9, of which 7 and 8, and 9, are to be learned."""
     batch = make_batch((4, 3), 2)
     batch.token_ids = torch.tensor([5, 6, 7, 8, 5, 6, 9], dtype=torch.int32)
-    training = MTPTraining(1.0, "auto", torch.device("cpu"))
-    found = training.inputs(batch, None, None)
+    training = MTPTraining(1.0, 1, "auto", torch.device("cpu"))
+    (found,) = training.inputs(batch, None, None)
     assert found.states.tolist() == [0, 1, 2, 5]  # tokens 5 6 7, and the second 6; the pair 5 6 is shared
     assert found.token_ids.tolist() == [6, 7, 8, 9]
     assert found.positions.tolist() == [1, 2, 3, 2]
     assert found.targets.tolist() == [7, 8, 9] and found.before.tolist() == [0, 1, 0]
-    apart = training.inputs(batch, None, [0, 0])
+    (apart,) = training.inputs(batch, None, [0, 0])
     assert apart.states.tolist() == [0, 1, 2, 4, 5] and apart.before.tolist() == [0, 1, 3]
+
+
+def test_later_layers_share_pairs_whose_states_and_tokens_are_equal() -> None:
+    """By hand: rows 5 6 7 and 5 8 7 have the pair 5, 7 of the second layer, but not its state after the first."""
+    batch = make_batch((3, 3, 3), 1)
+    batch.token_ids = torch.tensor([5, 6, 7, 5, 8, 7, 5, 6, 7], dtype=torch.int32)
+    first, second = MTPTraining(1.0, 2, "auto", torch.device("cpu")).inputs(batch, None, None)
+    assert first.states.tolist() == [0, 1, 3, 4] and first.token_ids.tolist() == [6, 7, 8, 7]
+    assert first.targets.tolist() == [7, 7, 7] and first.before.tolist() == [0, 2, 0]
+    assert second.states.tolist() == [0, 2] and second.token_ids.tolist() == [7, 7]
+    assert second.positions.tolist() == [2, 2]
+    assert second.weights.tolist() == [0.0]  # rows of three tokens have none for it to predict
 
 
 DEEPSEEK = {"model_type": "deepseek_v3", "num_hidden_layers": 2, "num_nextn_predict_layers": 1}
@@ -266,12 +301,21 @@ DEEPSEEK = {"model_type": "deepseek_v3", "num_hidden_layers": 2, "num_nextn_pred
 
 def test_models_without_a_layer_that_can_be_trained() -> None:
     name = "model.layers.2.eh_proj.weight"
-    assert untrainable(DEEPSEEK, [name]) == untrainable(DEEPSEEK, None) == ""
-    assert untrainable(DEEPSEEK, []) == f"the weights lack {name} of the MTP layer"
-    assert "has 3 MTP layers" in untrainable(DEEPSEEK | {"num_nextn_predict_layers": 3}, None)
+    names = [name, "model.layers.2.input_layernorm.weight"]
+    assert untrainable(DEEPSEEK, names) == untrainable(DEEPSEEK, None) == ""
+    assert untrainable(DEEPSEEK, []) == f"the weights lack {name} of the MTP layers"
+    assert untrainable(DEEPSEEK | {"num_nextn_predict_layers": 2}, names).startswith("the weights lack model.layers.3.")
+    assert "has 0 MTP layers, and 1 to 1000 are" in untrainable(DEEPSEEK | {"num_nextn_predict_layers": 0}, None)
     assert "MTP layers of mimo are not trained" in untrainable({"model_type": "mimo"}, None)
-    assert untrainable({"model_type": "qwen3_next"}, ["mtp.fc.weight"]) == ""
-    assert "trained (model.mtp=train)" in mtp_line(DEEPSEEK, [name], "train")
+    of_qwen = ["mtp.fc.weight", "mtp.layers.0.input_layernorm.weight"]
+    assert untrainable({"model_type": "qwen3_next"}, of_qwen) == ""
+    qwen = {"model_type": "qwen3_5_text", "mtp_num_hidden_layers": 1}
+    assert untrainable(qwen, of_qwen) == "" and "lack mtp.layers.0." in untrainable(qwen, of_qwen[:1])
+    more = [*of_qwen, "mtp.layers.1.input_layernorm.weight"]
+    assert "more MTP layers than config.json, 1" in untrainable(qwen, more)
+    assert untrainable(qwen | {"mtp_num_hidden_layers": 2}, more) == ""
+    assert "embeddings of their own" in untrainable(qwen | {"mtp_use_dedicated_embeddings": True}, of_qwen)
+    assert "trained (model.mtp=train), counted below" in mtp_line(DEEPSEEK, [name], "train")
 
 
 @pytest.mark.parametrize(

@@ -17,14 +17,15 @@ from hpcrl.config import TrainerConfig
 from hpcrl.engines.train.fsdp2 import engine as fsdp2
 from hpcrl.engines.train.fsdp2.engine import FSDP2Engine
 from hpcrl.engines.train.fsdp2.spec import FSDP2Config
+from hpcrl.models.mtp import ModelMTP
 from hpcrl.rollout.batch import Batch
 from tests.engines.worlds import Weighted, make_batch, norms_of
 
 
-def make_engine(folder: Path, dtype: str = "float32", **config: Any) -> FSDP2Engine:
+def make_engine(folder: Path, dtype: str = "float32", mtp: ModelMTP = "keep", **config: Any) -> FSDP2Engine:
     own = FSDP2Config(**{key: config.pop(key) for key in FSDP2Config.model_fields if key in config})
     settings = TrainerConfig(**{"lr": 1e-3, "logits_chunk_tokens": 16} | config)
-    return FSDP2Engine(settings, folder, own=own, dtype=getattr(torch, dtype), total_steps=10)
+    return FSDP2Engine(settings, folder, own=own, dtype=getattr(torch, dtype), total_steps=10, mtp=mtp)
 
 
 def bytes_of(tensor: Any) -> int:

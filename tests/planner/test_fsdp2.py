@@ -22,11 +22,21 @@ from hpcrl.models.shape import ModelShape
 from hpcrl.planner import activations
 from hpcrl.planner.activations import Tokens, fsdp2_activations, unmeasured
 from hpcrl.planner.layer_memory import LayerMemory, measured_layers
-from hpcrl.planner.trainer import checkpoint_bytes, trainer_parts
+from hpcrl.planner.traffic import StepWork
+from hpcrl.planner.trainer import (
+    checkpoint_bytes,
+    critic_checkpoint_bytes,
+    critic_parts,
+    reference_parts,
+    train_plan,
+    trainer_parts,
+)
 from tests.engines.architectures import make_folder, tiny_config
+from tests.engines.mtp_reference import folder_with_mtp
 from tests.engines.worlds import FAMILIES, make_model_folder, run_ranks
 from tests.planner.measuring import held_bytes, make_engine, saved_bytes, step_peak
 from tests.planner.models import PUBLISHED, published
+from tests.planner.published import WELL_KNOWN
 
 
 def shape_of(folder: Path) -> ModelShape:
@@ -35,7 +45,8 @@ def shape_of(folder: Path) -> ModelShape:
 
 def planned_parts(folder: Path, dtype: str, num_ranks: int, **changes: Any) -> dict[str, int]:
     own = {key: changes.pop(key) for key in FSDP2Config.model_fields if key in changes}
-    config = parse({"model": {"dtype": dtype}, "trainer": {"param_dtype": dtype, "fsdp2": own} | changes})
+    model = {"dtype": dtype, "path": str(folder), "mtp": changes.pop("mtp", "keep")}
+    config = parse({"model": model, "trainer": {"param_dtype": dtype, "fsdp2": own} | changes})
     parts = trainer_parts(config, shape_of(folder), num_ranks)
     names = ("weights", "optimizer", "gradients")
     return {name: next(p.num_bytes for p in parts if p.name == name and "update" in p.during) for name in names}
@@ -159,10 +170,11 @@ TALL: dict[str, Any] = {"num_hidden_layers": 6, "hidden_size": 96, "intermediate
 
 def planned_peak(folder: Path, num_ranks: int, num_rows: int, length: int, **trainer: Any) -> int:
     """Most bytes of a train step beyond weights and optimizer."""
-    own = {key: trainer.pop(key) for key in FSDP2Config.model_fields if key in trainer}
+    own, mtp = {key: trainer.pop(key) for key in FSDP2Config.model_fields if key in trainer}, trainer.pop("mtp", "keep")
     settings = {"logits_chunk_tokens": 16, "max_tokens_per_micro_batch": num_rows * length, "fsdp2": own, **trainer}
     rollout = {"max_new_tokens": length - 1, "num_prompts": num_ranks, "group_size": 2 * num_rows}
-    config = parse({"trainer": settings, "rollout": rollout, "data": {"max_prompt_tokens": 1}})
+    model = {"path": str(folder), "mtp": mtp}
+    config = parse({"model": model, "trainer": settings, "rollout": rollout, "data": {"max_prompt_tokens": 1}})
     parts = trainer_parts(config, shape_of(folder), num_ranks)
     phases = ("train", "update")
     return max(sum(p.num_bytes for p in parts if phase in p.during and set(p.during) <= {*phases}) for phase in phases)
@@ -269,3 +281,65 @@ def test_the_final_norms_gradients_are_planned(family: str, tmp_path: Path, worl
     folder = make_folder(family, tmp_path / family)
     peak = step_peak(folder, tmp_path, False, 8, 64, param_dtype="bfloat16")
     assert 1.0 <= planned_peak(folder, 1, 8, 64, param_dtype="bfloat16") / peak <= 1.1
+
+
+MTP = {"glm4_moe": 1, "deepseek_v3": 3, "qwen3_5_text": 2}
+
+
+def test_the_mtp_layer_of_deepseek_v3_is_planned() -> None:
+    """Its README_WEIGHTS.md: 11.5B parameters beside embedding and head. In a checkpoint with its moments; of the
+    policy alone."""
+    train, keep = (parse({"model": {"path": "/models/deepseek", "mtp": mtp}}) for mtp in ("train", "keep"))
+    shape = read_shape(WELL_KNOWN["DeepSeek-V3"].config)
+    added = checkpoint_bytes(train, shape) - checkpoint_bytes(keep, shape)
+    assert added / (3 * 4) == pytest.approx(11.5e9, rel=0.01)
+    assert critic_checkpoint_bytes(train, shape) == critic_checkpoint_bytes(keep, shape)
+    assert reference_parts(train, shape, 64) == reference_parts(keep, shape, 64)
+    assert critic_parts(train, shape, 64) == critic_parts(keep, shape, 64)
+    with_layer, without = (train_plan(each).step_traffic(each, shape, 64, StepWork(1000, 4)) for each in (train, keep))
+    assert sum(sent.num_bytes for sent in with_layer) > 1.01 * sum(sent.num_bytes for sent in without)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", MTP)
+def test_mtp_layers_are_planned_exactly(family: str, tmp_path: Path, world_of_one: None) -> None:
+    """Weights, gradients and optimizer, beyond those of the policy."""
+    folder = folder_with_mtp(family, tmp_path / family, MTP[family])
+    held, planned = (
+        [find(folder, "float32", *ranks, mtp=mtp, optimizer="muon") for mtp in ("train", "keep")]
+        for find, ranks in ((held_bytes, ()), (planned_parts, (1,)))
+    )
+    for name in planned[0]:
+        assert held[0][name] - held[1][name] == planned[0][name] - planned[1][name] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "settings", "large"),
+    [
+        ("glm4_moe", {"param_dtype": "bfloat16"}, True),
+        ("deepseek_v3", {}, False),
+        ("qwen3_5_text", {"activation_checkpointing": True}, False),
+        pytest.param("glm4_moe", {"activation_checkpointing": True}, False, marks=pytest.mark.soak),
+        pytest.param("glm4_moe", {"param_dtype": "bfloat16"}, False, marks=pytest.mark.soak),
+        pytest.param("deepseek_v3", {"activation_checkpointing": True}, False, marks=pytest.mark.soak),
+        pytest.param("deepseek_v3", {"param_dtype": "bfloat16"}, True, marks=pytest.mark.soak),
+        pytest.param("qwen3_5_text", {}, False, marks=pytest.mark.soak),
+        pytest.param("qwen3_5_text", {"param_dtype": "bfloat16"}, True, marks=pytest.mark.soak),
+    ],
+    ids=str,
+)
+def test_a_step_with_mtp_layers_needs_no_more_memory_than_planned(
+    family: str,
+    settings: dict[str, Any],
+    large: bool,
+    tmp_path: Path,
+    world_of_one: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sizes = {"hidden_size": 96, "vocab_size": 1000, "moe_intermediate_size": 64}
+    folder = folder_with_mtp(family, tmp_path / family, MTP[family], **sizes)
+    for module in (engine, gathered):
+        monkeypatch.setattr(module, "SMALL_MODEL_BYTES", 0 if large else 4 << 30)
+    peak = step_peak(folder, tmp_path, large, 8, 64, mtp="train", **settings)
+    assert 1.0 <= planned_peak(folder, 1, 8, 64, mtp="train", **settings) / peak <= 1.1

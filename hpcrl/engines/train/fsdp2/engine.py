@@ -36,10 +36,10 @@ from hpcrl.engines.train.fsdp2.lora import Adapters
 from hpcrl.engines.train.fsdp2.model import Inputs, PackedCausalLM, empty_model, read_model, write_model
 from hpcrl.engines.train.fsdp2.model_kind import CAUSAL, SEEING, Kind
 from hpcrl.engines.train.fsdp2.mtp_layer import (
-    MTPLayer,
+    MTPLayers,
     MTPTraining,
-    empty_layer,
-    read_layer,
+    empty_layers,
+    read_layers,
     tensors_in_files,
 )
 from hpcrl.engines.train.fsdp2.optimizer import make_optimizer
@@ -59,7 +59,7 @@ from hpcrl.engines.train.schedule import learning_rate, update_stats
 from hpcrl.engines.train.training_engine import check_micro_batches
 from hpcrl.metrics.stats import Stats, merge
 from hpcrl.models.families import vision_of
-from hpcrl.models.mtp import ModelMTP, untrainable
+from hpcrl.models.mtp import ModelMTP, num_trained, untrainable
 from hpcrl.rollout.batch import Batch, MicroBatches, Norms
 from hpcrl.rollout.batch_images import keys_of
 from hpcrl.rollout.device_copies import to_device, to_host
@@ -155,7 +155,7 @@ class FSDP2Engine:
         obstacle = agreed(lambda: try_architecture(self, hf.config, ranks))
         table = agreed(lambda: self._routers(hf, replay))
         source = agreed(lambda: self._to_train(self._read_model(kept), seed) if self.mesh.rank == 0 else None)
-        self.mtp_training, self._empty_mtp, self._read_mtp = agreed(lambda: self._further_layer(hf.config, kept))
+        self.mtp_training, self._empty_mtp, self._read_mtp = agreed(lambda: self._further_layers(hf.config, kept))
         self.num_parameters = sum(p.numel() for p in hf.parameters())
         self.num_trained = sum(p.numel() for p in hf.parameters() if p.requires_grad)
         self.tensor_parallel_plan = agreed(lambda: TensorParallel(hf, ranks.tensor)) if ranks.tensor.size > 1 else None
@@ -246,24 +246,28 @@ class FSDP2Engine:
     def _as_part_of_whole(self, name: str, tensor: Tensor) -> Tensor:
         return self.mesh.as_part_of_whole(tensor, self._split_dim(name))
 
-    def _further_layer(
+    def _further_layers(
         self, model: PreTrainedConfig, dtype: torch.dtype
-    ) -> tuple[MTPTraining | None, MTPLayer | None, MTPLayer | None]:
-        """(its loss, the empty MTP layer, on rank 0 the one with weights), if it is trained. ValueError if it cannot
-        be."""
+    ) -> tuple[MTPTraining | None, MTPLayers | None, MTPLayers | None]:
+        """(their loss, the empty MTP layers, on rank 0 those with weights), if they are trained. ValueError if they
+        cannot be."""
         if self.mtp != "train" or not self.trainable:
             return None, None, None
         if self.mesh.tokens.all.size > 1 or self.lora is not None or self.config.freeze or self.vision is not None:
-            text = "the MTP layer is trained without tensor_parallel, context_parallel, trainer.lora, trainer.freeze"
+            text = "MTP layers are trained without tensor_parallel, context_parallel, trainer.lora, trainer.freeze"
             raise ValueError(f"model.mtp=train: {text} and images; use keep")
-        names = list(mtp_files(self.model_path))
-        if why := untrainable(json.loads((self.model_path / "config.json").read_text()), names):
+        content, names = self._config_json(), list(mtp_files(self.model_path))
+        if why := untrainable(content, names):
             raise ValueError(f"model.mtp=train: {why}; use keep")
-        read = read_layer(self.model_path, model, dtype) if self.mesh.rank == 0 else None
-        training = MTPTraining(self.own.mtp_loss, self.own.attention, self.device)
-        return training, empty_layer(model, dtype), read
+        read = read_layers(self.model_path, model, content, dtype) if self.mesh.rank == 0 else None
+        training = MTPTraining(self.own.mtp_loss, num_trained(content), self.own.attention, self.device)
+        return training, empty_layers(model, content, dtype), read
 
-    def _wrapped(self, hf: PreTrainedModel, mtp: MTPLayer | None = None) -> PackedCausalLM:
+    def _config_json(self) -> dict[str, Any]:
+        content: dict[str, Any] = json.loads((self.model_path / "config.json").read_text())
+        return content
+
+    def _wrapped(self, hf: PreTrainedModel, mtp: MTPLayers | None = None) -> PackedCausalLM:
         hf.eval()  # no dropout: it would add noise to the ratio of two forward passes
         model = self.model_class(hf, self.config.logits_chunk_tokens, self.tensor_parallel_plan)
         model.mtp = mtp
@@ -384,7 +388,7 @@ class FSDP2Engine:
         return Outputs(logprobs, entropies if gradient or entropies is None else entropies.detach())
 
     def _outputs_and_mtp(self, batch: Batch, objective: Objective, norms: Norms) -> tuple[Outputs, Tensor, Stats]:
-        """As _outputs(), with the MTP layer's loss and its statistics."""
+        """As _outputs(), with the MTP layers' loss and its statistics."""
         assert self.mtp_training is not None
         inputs, places = self._inputs(batch)
         limits = None if self.replay is None else batch.prefix_lengths().tolist()
@@ -398,7 +402,7 @@ class FSDP2Engine:
         outputs = Outputs(
             spread(logprobs, places, batch), entropies if gradient or entropies is None else entropies.detach()
         )
-        return outputs, *self.mtp_training.loss(of_mtp, hits, further.weights, norms)
+        return outputs, *self.mtp_training.loss(of_mtp, hits, further, norms)
 
     def _split(self, micro_batches: MicroBatches, num_rows: int) -> MicroBatches:
         """The micro-batches to run: the given ones or, without packing, one per row and empty ones up to the same
@@ -562,8 +566,8 @@ class FSDP2Engine:
         return update_stats(rate, grad_norm) if self.mesh.rank == 0 else {}
 
     def _clip_mtp(self) -> None:
-        """Clip the MTP layer's gradients by their own norm, so they do not change the policy's step. The layer keeps
-        its weights if they are not finite. Collective."""
+        """Clip the MTP layers' gradients by their own norm, so they do not change the policy's step. The layers keep
+        their weights if they are not finite. Collective."""
         if not self._of_mtp:
             return
         gradients = [local(p.grad) for p in self._of_mtp if p.grad is not None]
@@ -674,11 +678,12 @@ class FSDP2Engine:
         weights = {name: t.to("cpu", kinds[name], copy=self.sharded) for name, t in named if is_writer}
         mtp: Any = "keep" if self.mtp == "train" else self.mtp
         if self.model.mtp is not None:
-            layer: dict[str, Tensor] = {}
+            layers: dict[str, Tensor] = {}
             for name, tensor in self.model.mtp.state_dict(keep_vars=True).items():
                 whole = full_tensor(tensor, self.dtype if isinstance(tensor, nn.Parameter) else tensor.dtype)
-                layer |= {name: whole.cpu()} if is_writer else {}
-            mtp = tensors_in_files(self.model_path, self.model.hf.config, layer, weights) if is_writer else mtp
+                layers |= {name: whole.cpu()} if is_writer else {}
+            given = (self.model_path, self.model.hf.config, self._config_json(), layers, weights)
+            mtp = tensors_in_files(*given) if is_writer else mtp
         if is_writer:
             write_model(self.model.hf, weights, self.model_path, Path(folder), mtp, self.lora)
         dist.barrier()

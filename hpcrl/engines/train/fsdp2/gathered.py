@@ -11,7 +11,7 @@ from functools import cached_property
 
 from hpcrl.config import Config
 from hpcrl.engines.train.fsdp2.spec import FSDP2Config, is_unsharded
-from hpcrl.models.shape import ModelShape, Unit
+from hpcrl.models.shape import MTP_PREFIX, ModelShape, Unit
 from hpcrl.planner.activations import FP32
 from hpcrl.planner.adapters import trained, with_adapters
 from hpcrl.planner.memory_parts import BYTES, Part, has_gpus, samples_of_an_update
@@ -50,10 +50,12 @@ class GatheredState:
     gloo: bool
 
     @classmethod
-    def of(cls, config: Config, shape: ModelShape, num_ranks: int) -> GatheredState:
-        """The state of a rank with this shape's parameters."""
+    def of(cls, config: Config, policy: ModelShape, shape: ModelShape, num_ranks: int) -> GatheredState:
+        """The state of a rank with this shape's parameters, which may be the policy's and those of MTP layers. The
+        policy's size decides whether layers are gathered one by one."""
         own, compute = config.trainer.section(FSDP2Config), BYTES[config.trainer.param_dtype]
         learnt, whole, unsharded = trained(config, shape), with_adapters(config, shape), is_unsharded(config, num_ranks)
+        num_trained = trained(config, policy).num_parameters
         rows = -(-samples_of_an_update(config) * own.ranks_of_a_row // num_ranks)
         return cls(
             whole,
@@ -61,7 +63,7 @@ class GatheredState:
             compute,
             1 if unsharded else own.num_shards(num_ranks),
             unsharded,
-            by_layer=not unsharded and not stays_gathered(whole, compute, learnt.num_parameters),
+            by_layer=not unsharded and not stays_gathered(with_adapters(config, policy), compute, num_trained),
             sums=rows * config.max_row_tokens > config.trainer.max_tokens_per_micro_batch,
             gloo=num_ranks > 1 and not has_gpus(config, ("trainer",)),
         )
@@ -76,6 +78,20 @@ class GatheredState:
         """Trained numbers of the head, whose gradient is complete before the layers'."""
         of_head = (p.size for p in self.learnt.parameters if self.learnt.tied and p.split == "vocabulary")
         return sum(p.size for p in self.learnt.parameters if p.name.startswith("lm_head.")) or sum(of_head)
+
+    @cached_property
+    def _joins(self) -> int:
+        """Trained numbers before and after MTP layers, whose gradients are complete first."""
+        return sum(p.size for p in self.learnt.parameters if p.name.startswith(MTP_PREFIX) and p.layer is None)
+
+    def _is_mtp(self, unit: Unit) -> bool:
+        return unit[0] == "layer" and unit[1] >= self.whole.num_layers
+
+    def _finished_outside(self, unit: Unit) -> int:
+        """Trained numbers outside the layers whose gradients are complete in a unit's backward pass."""
+        if self._is_mtp(unit):
+            return self._joins
+        return self._outside if unit[0] == "block" else self._head + self._joins
 
     @cached_property
     def _units(self) -> list[Unit]:
@@ -129,8 +145,8 @@ class GatheredState:
         """Bytes of gradients by layer: outside the layers until the end; of the layer; and of the buffer in which they,
         or the previous layer's, are reduced."""
         if (unit := moment.unit) is None:
-            return 0
-        waiting = (self._outside if unit[0] == "block" else self._head) * self.num_bytes
+            return self._joins * self.num_bytes * (moment.at == "backward")
+        waiting = self._finished_outside(unit) * self.num_bytes
         own = self._size(unit, True)
         if moment.at == "backward":  # before the layer has gradients, gloo has a copy of the next layer's weights
             most = max(own, self._size(self._next(unit)) * self.gloo)
@@ -154,12 +170,14 @@ class GatheredState:
                 adding += self._head * self.learnt.tied  # added together with the embedding's
             return self.learnt.num_parameters * FP32 + adding * self.num_bytes
         sums = self.learnt.num_parameters * FP32 * self.sums
-        if (unit := moment.unit) is None:
-            return sums
         units = self._units
-        finished = sum(self._size(each, True) for each in units[: units.index(unit) + 1])
-        finished += self._outside if unit[0] == "block" else self._head
-        return sums + finished * self.num_bytes
+        if (unit := moment.unit) is not None:
+            done, outside = units[: units.index(unit) + 1], self._finished_outside(unit)
+        elif moment.at == "backward":  # of the policy's head and norm
+            done, outside = [each for each in units if self._is_mtp(each)], self._joins
+        else:
+            return sums
+        return sums + (sum(self._size(each, True) for each in done) + outside) * self.num_bytes
 
     def reduction(self, shards: int) -> list[Part]:
         """Parts after the last backward pass. `shards` are the bytes of sharded gradients in the same memory."""

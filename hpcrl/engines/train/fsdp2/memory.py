@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterator
+from itertools import chain
 
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.config import Config, Problem
@@ -19,6 +20,7 @@ from hpcrl.planner.activations import FP32, Tokens, unmeasured
 from hpcrl.planner.adapters import frozen, merging_bytes, published, saved, trained, with_adapters
 from hpcrl.planner.memory_parts import BYTES, PHASES, Change, Part, Phase, PlanRow, samples_of_an_update
 from hpcrl.planner.moments import Beside, fullest, moments
+from hpcrl.planner.mtp import mtp_moments, with_mtp
 from hpcrl.planner.traffic import Sent, StepWork
 from hpcrl.planner.trainer import forward_parts
 
@@ -118,12 +120,16 @@ def fsdp2_parts(config: Config, shape: ModelShape, num_ranks: int) -> list[Part]
     unsharded = is_unsharded(config, num_ranks)
     tokens = _tokens(config, shape, samples_of_an_update(config), num_ranks)
     published_bytes = 0 if unsharded and not config.merges_adapters else _gathered_to_publish(config, shape)
-    shape = shape_of_rank(own, shape)
-    state = GatheredState.of(config, shape, num_ranks)
+    policy = shape_of_rank(own, shape)
+    shape = with_mtp(config, policy)
+    state = GatheredState.of(config, policy, shape, num_ranks)
     learnt, numbers = state.learnt, shard_size(state.learnt, state.num_shards)
     master, optimizer = BYTES[config.model.dtype], optimizer_bytes(config, learnt, state.num_shards)
     stored = shard_size(saved(config, shape), state.num_shards)
-    found = moments(config, shape, tokens, own.activation_checkpointing, _of_other_ranks(config, shape, tokens))
+    given = (config, policy, tokens, own.activation_checkpointing)
+    of_policy = list(moments(*given, _of_other_ranks(config, policy, tokens)))
+    kept = min(moment.parts["activations"] for moment in of_policy if moment.unit is None)
+    found = chain(of_policy, mtp_moments(*given, kept))
     # Gradients of a gathered model are reduced after the last backward, others after each backward.
     reduced: tuple[Phase, ...] = ("train", "update") if state.by_layer else ("update",)
     return [
@@ -231,6 +237,7 @@ class FSDP2Plan:
         return forward_parts(config, shape, num_ranks, weights, gathered, own.cpu_offload, own.ranks_of_a_row)
 
     def checkpoint_bytes(self, config: Config, shape: ModelShape) -> int:
+        shape = with_mtp(config, shape)
         return saved(config, shape).num_parameters * BYTES[config.model.dtype] + optimizer_bytes(
             config, trained(config, shape)
         )
@@ -249,7 +256,7 @@ class FSDP2Plan:
         part = shape_of_rank(own, shape)
         whole, learnt = with_adapters(config, part), trained(config, part)
         at_once = stays_gathered(whole, compute, learnt.num_parameters)
-        return list(step_traffic(config, part, num_ranks, work, at_once))
+        return list(step_traffic(config, with_mtp(config, part), num_ranks, work, at_once))
 
     def changes(self, config: Config, shape: ModelShape) -> dict[str, list[Change]]:
         return {

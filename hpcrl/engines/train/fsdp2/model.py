@@ -8,7 +8,7 @@ import errno
 import functools
 import inspect
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +25,7 @@ from hpcrl.engines.train.fsdp2.images import ImageInputs
 from hpcrl.engines.train.fsdp2.logits import Head, token_hits, token_logprobs
 from hpcrl.engines.train.fsdp2.lora import Adapters
 from hpcrl.engines.train.fsdp2.model_kind import CAUSAL, Kind, body_of, decoder_of, quiet
-from hpcrl.engines.train.fsdp2.mtp_layer import MTPInputs, MTPLayer
+from hpcrl.engines.train.fsdp2.mtp_layer import MTPInputs, MTPLayers
 from hpcrl.engines.train.fsdp2.packed_attention import (
     PACKED_ATTENTION,
     AttentionLayout,
@@ -71,7 +71,7 @@ class PackedCausalLM(nn.Module):
         """tensor_parallel_plan: of `hf`."""
         super().__init__()
         self.hf, self.tensor_parallel_plan = hf, tensor_parallel_plan
-        self.mtp: MTPLayer | None = None
+        self.mtp: MTPLayers | None = None
         text = hf.config.get_text_config()
         self.head = Head.from_config(text)
         self.chunk_tokens = chunk_tokens
@@ -167,20 +167,24 @@ class PackedCausalLM(nn.Module):
         targets: Tensor,
         temperature: float,
         entropy: bool,
-        further: MTPInputs,
+        further: Sequence[MTPInputs],
     ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-        """As forward(), and of further.targets: log-probs float32 [M] of the MTP layer, whose gradients reach only this
-        layer, and whether each is its most probable token, bool [M]."""
+        """As forward(), and of the targets of all MTP layers, one layer after another: log-probs float32 [M], whose
+        gradients reach only these layers, and whether each is its layer's most probable token, bool [M]."""
         assert self.mtp is not None and images is None
         hidden, before, mine = self._hidden(token_ids, positions, layout, before, images)
         scores = self._scores(hidden.index_select(0, before), mine, layout, targets, temperature, entropy)
-        with torch.no_grad():
-            embedded = self.hf.get_input_embeddings()(further.token_ids)
-            rotation = decoder_of(self.hf).rotary_emb(embedded[None], further.positions[None])
-        states = self.mtp(hidden.detach().index_select(0, further.states), embedded, rotation, further.layout)
+        states, found = hidden.detach(), []
+        for number, inputs in enumerate(further):
+            with torch.no_grad():
+                embedded = self.hf.get_input_embeddings()(inputs.token_ids)
+                rotation = decoder_of(self.hf).rotary_emb(embedded[None], inputs.positions[None])
+            states = self.mtp(number, states.index_select(0, inputs.states), embedded, rotation, inputs.layout)
+            found.append(states.index_select(0, inputs.before))
+        states, targets_of_all = torch.cat(found), torch.cat([inputs.targets for inputs in further])
+        del embedded, found
         weight, bias = self.projection()
-        states = states.index_select(0, further.before)
-        given = (states, weight.detach(), None if bias is None else bias.detach(), further.targets)
+        given = (states, weight.detach(), None if bias is None else bias.detach(), targets_of_all)
         return *scores, *token_hits(*given, head=self.head, chunk_tokens=self.chunk_tokens)
 
     def _scores(

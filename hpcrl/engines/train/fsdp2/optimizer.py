@@ -28,7 +28,7 @@ def make_optimizer(
         dtype: The compute dtype.
         is_matrix: Whether a parameter has at least two dimensions. It gets weight decay, unless it is the biases of a
             layer's experts.
-        further: A trained layer outside of `hf`.
+        further: Trained layers outside of `hf`.
         idle: Names of parameters whose gradients are always zero. They get no decay, so they do not change.
     """
     kind: type[torch.optim.AdamW] = SPEC.optimizers[config.optimizer].load()

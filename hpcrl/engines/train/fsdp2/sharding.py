@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from hpcrl.engines.train.fsdp2.device_mesh import ParallelMesh
 from hpcrl.engines.train.fsdp2.model import PackedCausalLM
-from hpcrl.engines.train.fsdp2.mtp_layer import MTPLayer
+from hpcrl.engines.train.fsdp2.mtp_layer import MTPLayers
 
 
 def shard(
@@ -29,13 +29,13 @@ def shard(
     source: PreTrainedModel | None,
     mesh: ParallelMesh,
     *,
-    mtp: MTPLayer | None = None,
+    mtp: MTPLayers | None = None,
     device: torch.device,
     compute_dtype: torch.dtype,
     cpu_offload: bool,
     by_layer: bool,
 ) -> PackedCausalLM:
-    """Shard an empty model, then fill it tensor by tensor from rank 0's copy, `source` and, if its MTP layer is
+    """Shard an empty model, then fill it tensor by tensor from rank 0's copy, `source` and, if its MTP layers are
     trained, `mtp`, so no other rank holds a full model. With by_layer, each layer is gathered when it computes, instead
     of all layers at once. Collective."""
 

@@ -53,8 +53,8 @@ class FSDP2Config(Section):
     towards an even load (arXiv 2408.15664; .001 in DeepSeek-V3's own training). 0: biases do not change."""
 
     mtp_loss: PositiveFloat = 0.1
-    """With model.mtp=train: coefficient of the mean cross-entropy of the multi-token prediction layer (arXiv
-    2412.19437), whose gradients reach only this layer."""
+    """With model.mtp=train: coefficient of the mean cross-entropy of the multi-token prediction layers (arXiv
+    2412.19437), averaged over layers, whose gradients reach only these."""
 
     @property
     def ranks_of_a_row(self) -> int:
@@ -150,7 +150,7 @@ def _check(config: Any) -> Iterator[Problem]:
 
 
 def _check_mtp(config: Any, own: FSDP2Config) -> Iterator[Problem]:
-    """Report what the training of an MTP layer does not support."""
+    """Report what the training of MTP layers does not support."""
     if config.model.mtp != "train":
         return
     split = {f"trainer.fsdp2.{key}": getattr(own, key) > 1 for key in ("tensor_parallel", "context_parallel")}
