@@ -29,8 +29,6 @@ cluster.device=cpu ~cluster.components cluster.threads_per_rank=1 cluster.oversu
 model.dtype=float32 data.train=task:sort_digits data.val=null ~data.domain_interleave_probs data.max_prompt_tokens=64
 eval_every=0 trainer.param_dtype=float32 trainer.head_dtype=null trainer.max_tokens_per_micro_batch=512
 trainer.lr_warmup_steps=0 trainer.lr=1e-3 max_steps=2 save_every=0
-""".split()  # noqa: SIM905
-GENERATED = """
 reward.default.name=regex generator.max_num_seqs=8 rollout.num_prompts=4
 rollout.group_size=4 rollout.max_new_tokens=8 rollout.extra_prompts=0 rollout.filter_mean_low=null
 rollout.filter_mean_high=null layout.generator.num_ranks=2 layout.generator.tensor_parallel=1 layout.reward.num_ranks=1
@@ -53,34 +51,32 @@ GATED: dict[str, Any] = {
 
 class Twin(NamedTuple):
     """A tiny model of a recipe's family, the keys that two ranks need, and the largest mean difference between trainer
-    and generator in log-probs. None: on a CPU, vLLM has no experts of gpt-oss and cannot update latent attention, so
-    the trainer learns from answers."""
+    and generator in log-probs. vLLM, the generator of all recipes, takes half a minute to start: one twin has it."""
 
     family: str
     sizes: dict[str, Any]
     words: str
-    difference: float | None
+    difference: float = 1e-5
 
 
 MEGATRON = "trainer.megatron.expert_parallel=2 trainer.megatron.pipeline_parallel=1 trainer.megatron.virtual_pipeline=1"
+NATIVE = "generator.engine=native generator.dtype=float32 generator.head_dtype=null"
 TWINS = {
     "rlvr_qwen3_5_9b": Twin("qwen3_5", GATED, "trainer.fsdp2.replicas=1", 1e-3),
     "rlvr_glm4_5_air": Twin(
         "glm4_moe",
         TEXT | {"num_key_value_heads": 2, "head_dim": 32, "moe_intermediate_size": 32, "attention_bias": True},
-        f"{MEGATRON} trainer.megatron.tensor_parallel=2 generator.dtype=float32 generator.head_dtype=null",
-        1e-5,
+        f"{MEGATRON} trainer.megatron.tensor_parallel=2 {NATIVE}",
     ),
     "rlvr_gpt_oss_20b": Twin(
-        "gpt_oss", TEXT | {"num_key_value_heads": 2, "head_dim": 32}, "trainer.megatron.expert_parallel=2", None
+        "gpt_oss", TEXT | {"num_key_value_heads": 2, "head_dim": 32}, f"trainer.megatron.expert_parallel=2 {NATIVE}"
     ),
     "rlvr_deepseek_v3": Twin(
         "deepseek_v3",
         TEXT | {"num_hidden_layers": 3, "num_key_value_heads": 2},
         "trainer.megatron.expert_parallel=1 trainer.megatron.tensor_parallel=1 trainer.megatron.pipeline_parallel=2 "
         "trainer.megatron.sequence_parallel=false trainer.megatron.num_layers_in_first_pipeline_stage=2 "
-        "trainer.megatron.num_layers_in_last_pipeline_stage=1",
-        None,
+        f"trainer.megatron.num_layers_in_last_pipeline_stage=1 {NATIVE}",
     ),
 }
 
@@ -92,26 +88,16 @@ def make_twin(twin: Twin, folder: Path) -> Path:
     return make_model_folder(twin.family, folder, **twin.sizes)
 
 
-@pytest.mark.parametrize(
-    "recipe",
-    [
-        pytest.param("rlvr_qwen3_5_9b", marks=pytest.mark.slow),
-        *(pytest.param(name, marks=pytest.mark.soak) for name in TWINS if name != "rlvr_qwen3_5_9b"),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", TWINS)
 def test_a_tiny_twin_learns_with_the_keys_of_its_recipe(recipe: str, tmp_path: Path) -> None:
     twin = TWINS[recipe]
     model = make_twin(twin, tmp_path / "model")
-    words = [f"+experiment={recipe}", *SMALL, *twin.words.split(), f"model.path={model}"]
-    words += [*GENERATED, LETTER] if twin.difference is not None else ["pipeline=sft", "sft.batch_size=4"]
+    words = [f"+experiment={recipe}", *SMALL, LETTER, *twin.words.split(), f"model.path={model}"]
     paths = [str(ROOT), *([] if find_spec("torchvision") else [str(ROOT / "tests" / "vllm_cpu")])]
     start = Start(tmp_path / "run", words, {"PYTHONPATH": os.pathsep.join(paths)})
     assert start.wait(250.0) == ExitCode.DONE, start.text
     rows = read_metrics(tmp_path / "run")
     assert [row["step"] for row in rows][-1] == 2
-    if twin.difference is None:
-        losses = [row["sft/loss"] or 0.0 for row in rows]
-        assert losses[1] < losses[0]
-        return
     assert any((row["actor/grad_norm"] or 0.0) > 0 for row in rows[1:])
     assert all((row["mismatch/diff/mean"] or 0.0) < twin.difference for row in rows[1:])
