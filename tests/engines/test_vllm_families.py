@@ -107,6 +107,8 @@ def changed(folder: Path, version: int) -> Any:
 
     torch.manual_seed(version)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    if getattr(model.config, "attn_logit_softcapping", None):
+        model.set_attn_implementation("eager")  # transformers' other CPU attention has no soft cap
     for tensor in named(model).values():
         tensor.mul_(1 + 0.3 * torch.rand_like(tensor))
     return model
@@ -138,28 +140,29 @@ def generated(found: dict[int, Any]) -> np.ndarray:
     return np.concatenate([found[request.id].gen_logprobs for request in ASKED])
 
 
-REPRESENTATIVES = ("gpt_oss", "deepseek_v3", "granitemoehybrid")
-"""A loader that copies directly, with biased experts and sinks; latent attention; a hybrid with experts."""
+REPRESENTATIVES = ("gpt_oss", "deepseek_v3", "granitemoehybrid", "ernie4_5_moe")
+"""A loader that copies directly, with biased experts and sinks; latent attention, whose queries have three dimensions;
+a hybrid with experts, and prompts longer than a block; a correction bias of experts without groups."""
 RUN = (
     *(
         "deepseek_v2",
         "ernie4_5",
+        "falcon_h1",
         "gemma2",
         "gemma3_text",
         "gemma4_text",
         "gemma4_text experts",
         "glm4_moe_lite",
     ),
-    *("granitemoe", "hunyuan_v1_dense", "lfm2", "lfm2_moe", "llama4_text", "nemotron_h", "olmo2"),
-    "seed_oss",
+    *("granitemoe", "hunyuan_v1_dense", "lfm2", "lfm2_moe", "llama4_text", "minimax_m2"),
+    *("nemotron_h", "olmo2", "seed_oss"),
 )
-TOLERANCE = {"glm4_moe_lite": 5e-5, "granitemoe": 5e-5, "gemma2": 1e-2, "lfm2": 2e-2, "lfm2_moe": 2e-2}
-"""Where log-probs differ by more than 2e-5: the first two by rounding, the others for reasons that are not known."""
+TOLERANCE = {"glm4_moe_lite": 5e-5, "granitemoe": 5e-5}
+"""Where log-probs differ by more than 2e-5: the norms of latents have eps=rms_norm_eps in vLLM, and 1e-6 in
+transformers; rounding."""
 LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
 """vLLM's kernel has blocks of another size."""
-LOADED = ("minimax_m2", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
-"""vLLM's CPU build computes these not at all, or only in bfloat16."""
-ROUNDED = LOADED[2:]
+ROUNDED = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 """vLLM's gated delta rule on a CPU computes in bfloat16."""
 REFUSED = {
     "nemotron_h experts": "is_act_and_mul=False is supported only for CUDA",
@@ -183,8 +186,9 @@ def test_log_probs_after_updates_equal_those_of_transformers(family: str, tmp_pa
     for version in range(2):
         model = changed(folder, version)
         engine.load_weights(iter(named(model).items()), version)
-        found = answers(engine)
-        np.testing.assert_allclose(generated(found), logprobs(model, found), atol=TOLERANCE.get(family, 2e-5))
+        for _ in ("computed prompts", "prompts whose first block is cached"):
+            found = answers(engine)
+            np.testing.assert_allclose(generated(found), logprobs(model, found), atol=TOLERANCE.get(family, 2e-5))
     engine.close()
 
 
@@ -197,7 +201,7 @@ def require_torchvision(family: str) -> None:
 @needs_vllm
 @pytest.mark.soak
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("family", LOADED)
+@pytest.mark.parametrize("family", ROUNDED)
 def test_updates_fill_every_parameter(family: str, tmp_path: Path) -> None:
     """load_weights() raises an error for a parameter without a weight."""
     require_torchvision(family)
@@ -216,7 +220,7 @@ def test_updates_fill_every_parameter(family: str, tmp_path: Path) -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("family", ROUNDED)
 def test_bf16_log_probs_after_updates_differ_only_by_rounding(family: str, tmp_path: Path) -> None:
-    """As tests.engines.test_vllm compares other families."""
+    """The median token, because rounding changes the chosen experts of some tokens, in transformers as in vLLM."""
     require_torchvision(family)
     folder = make_folder(family, tmp_path)
     engine = make_engine(folder, dtype="bfloat16")
@@ -225,8 +229,8 @@ def test_bf16_log_probs_after_updates_differ_only_by_rounding(family: str, tmp_p
         engine.load_weights(iter(named(exact).items()), version)
         found = answers(engine)
         own, full, half = generated(found), logprobs(exact, found), logprobs(rounded, found)
-        floor = abs(half - full).mean()
-        assert 0 < abs(own - full).mean() < 1.5 * floor and abs(own - half).mean() < 1.5 * floor
+        floor = np.median(abs(half - full))
+        assert 0 < np.median(abs(own - full)) < 1.5 * floor and np.median(abs(own - half)) < 1.5 * floor
     engine.close()
 
 

@@ -96,8 +96,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "gpt_oss": LOCAL | {"sliding_window": 16},
     "granitemoe": LOCAL,
     "granitemoehybrid": LOCAL
-    | {"layer_types": ["mamba", "attention"], "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16}
-    | {"mamba_n_groups": 1, "shared_intermediate_size": 32},
+    | {"layer_types": ["mamba", "attention"], "mamba_n_heads": 2, "mamba_d_head": 32, "mamba_d_state": 16}
+    | {"mamba_n_groups": 1, "mamba_expand": 1, "shared_intermediate_size": 32},
     "hunyuan_v1_dense": {},
     "lfm2": CONVOLUTIONS | {"block_auto_adjust_ff_dim": False},
     "lfm2_moe": CONVOLUTIONS | EXPERTS | {"num_dense_layers": 1},

@@ -29,6 +29,8 @@ from hpcrl.engines.gen.request_images import image_properties
 from hpcrl.engines.gen.sampling import stream_origin
 from hpcrl.engines.gen.stops import StopStrings
 from hpcrl.engines.gen.vllm.amx import follow_onednn_limit
+from hpcrl.engines.gen.vllm.cpu_routers import route_in_one_group
+from hpcrl.engines.gen.vllm.cpu_states import states_at_chunk_ends
 from hpcrl.engines.gen.vllm.heads import check_head_size
 from hpcrl.engines.gen.vllm.image_prompts import TEXT_ONLY, ImagePrompts, keep_pixels, own_image_sizes
 from hpcrl.engines.gen.vllm.image_prompts import arguments as image_arguments
@@ -211,12 +213,13 @@ class VLLMEngine:
                 config = EngineArgs(**arguments).create_engine_config(UsageContext.ENGINE_CONTEXT)
                 check_head_size(config)
                 rotate_all_heads(config)
-                with own_image_sizes(config.model_config, reserved):
+                with own_image_sizes(config.model_config, reserved), states_at_chunk_ends():
                     self._engine = LLMEngine.from_vllm_config(config, disable_log_stats=True)
             except (TypeError, ValueError) as error:
                 named = f" with generator.vllm.options={dict(options)}" if options else ""
                 text = " ".join(str(error).partition(" [type=")[0].split())  # in one line: pydantic's text has several
                 raise ValueError(f"vLLM refuses {model_path}{named}: {text}") from error
+        route_in_one_group(self._runner.get_model())
         self.version = 0 if load else -1
         self.max_num_seqs = max_num_seqs
         self._max_length, self._vocab_size = max_length, config.model_config.get_vocab_size()
