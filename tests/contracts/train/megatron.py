@@ -89,6 +89,10 @@ SPLITS = {
     "tp2 ep2, bias per expert": Split(2, MIXED, family="glm4_moe", model={"use_qk_norm": True, "attention_bias": True}),
     "tp2 ep2, latent attention": Split(2, MIXED, family="deepseek_v3"),
     "tp2 ep2, sinks": Split(2, MIXED, family="gpt_oss"),
+    "tp2 ep2, delta rule": Split(2, MIXED, family="qwen3_next"),
+    "pp2, overlapped, delta rule": Split(
+        2, OVERLAPPED | {"pipeline_parallel": 2, "recompute": "full"}, family="qwen3_next"
+    ),
     "cp2, sinks": Split(2, {"context_parallel": 2}, family="gpt_oss"),
     "ep2, best expert of a group": Split(2, {"expert_parallel": 2}, family="deepseek_v2"),
     "cp2, latent attention": Split(2, {"context_parallel": 2}, family="deepseek_v3", model=YARN),
