@@ -132,6 +132,16 @@ def test_a_mixers_rows_are_ordered_by_key_head() -> None:
     assert torch.equal(shard(names.find(at + "out_proj.weight"), tensors, 1, 2), out[:, 4:])
 
 
+def test_separate_projections_of_a_mixer_are_joined_by_key_head() -> None:
+    names = table(small("qwen3_5_text", **DELTA))
+    tensors = numbered(names)
+    qkv, z, b, a = (tensors[f"model.layers.0.linear_attn.in_proj_{part}.weight"] for part in ("qkv", "z", "b", "a"))
+    entry = names.find("decoder.layers.0.self_attention.in_proj.weight")
+    second = torch.cat([qkv[[1, 3, 8, 9, 10, 11]], z[4:], b[2:], a[2:]])
+    assert torch.equal(shard(entry, tensors, 1, 2), second)
+    assert torch.equal(shard(entry, tensors), torch.cat([qkv[[0, 2, 4, 5, 6, 7]], z[:4], b[:2], a[:2], second]))
+
+
 def test_gates_of_attention_follow_the_queries_of_their_group() -> None:
     """Two key heads, of which each has two query heads of one number; each query row is before its gate row."""
     names = table(small("qwen3_next", **DELTA))
@@ -174,6 +184,7 @@ def test_padding_of_the_vocabulary_is_zero_and_belongs_to_no_hf_tensor() -> None
         small("glm4_moe", n_routed_experts=4, moe_intermediate_size=2, attention_bias=True, use_qk_norm=True),
         small("gpt_oss", num_local_experts=4),
         small("qwen3_next", **DELTA),
+        small("qwen3_5_text", **DELTA),
     ],
     ids=lambda config: config["model_type"],
 )

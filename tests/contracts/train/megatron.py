@@ -90,9 +90,8 @@ SPLITS = {
     "tp2 ep2, latent attention": Split(2, MIXED, family="deepseek_v3"),
     "tp2 ep2, sinks": Split(2, MIXED, family="gpt_oss"),
     "tp2 ep2, delta rule": Split(2, MIXED, family="qwen3_next"),
-    "pp2, overlapped, delta rule": Split(
-        2, OVERLAPPED | {"pipeline_parallel": 2, "recompute": "full"}, family="qwen3_next"
-    ),
+    "pp2, delta rule": Split(2, {"pipeline_parallel": 2, "recompute": "full"}, family="qwen3_next"),
+    "tp2, delta rule with separate projections": Split(2, {"tensor_parallel": 2}, family="qwen3_5_text"),
     "cp2, sinks": Split(2, {"context_parallel": 2}, family="gpt_oss"),
     "ep2, best expert of a group": Split(2, {"expert_parallel": 2}, family="deepseek_v2"),
     "cp2, latent attention": Split(2, {"context_parallel": 2}, family="deepseek_v3", model=YARN),
