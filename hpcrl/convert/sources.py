@@ -51,9 +51,11 @@ class TensorSource(Protocol):
         """Close the files."""
 
 
-def _stored_by_own_layers(entry: Entry, config: Mapping[str, Any]) -> str:
-    """The name under which Megatron's own layers store a tensor, which is mostly Transformer Engine's name."""
+def _stored_by_own_layers(entry: Entry, fused: str, config: Mapping[str, Any]) -> str:
+    """The name under which Megatron's own layers store a tensor, which is mostly Transformer Engine's name, `fused`."""
     if (family := family_of(config["model_type"]).megatron) and family.stores_own_names:
+        return entry.name
+    if entry.name == fused and ".input_layernorm." in fused:  # of a layer without a linear layer after the norm
         return entry.name
     name = entry.name.replace(".input_layernorm.", ".self_attention.linear_qkv.layer_norm_")
     return name.replace(".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_")
@@ -143,7 +145,7 @@ class ModelWeights:
         self.entries: dict[str, Entry] = {}
         for entry, own in zip(self.table.entries, table(config, "local", padded_vocabulary).entries, strict=True):
             self.entries[entry.name] = entry
-            if entry.expert is None and (name := _stored_by_own_layers(own, config)) != entry.name:
+            if entry.expert is None and (name := _stored_by_own_layers(own, entry.name, config)) != entry.name:
                 self.entries[name] = replace(entry, name=name)
         self.num_layers = 1 + max(entry.layer or 0 for entry in self.table.entries)
         self.num_experts = 1 + max(

@@ -131,7 +131,7 @@ class LatentLayers:
             if given:
                 raise ValueError(f"config.json: {key}=true of a {shape.family} model has no table of Megatron's names")
 
-    def attention(self, layers: LayerSpec) -> Iterator[Entry]:
+    def attention(self, layer: int, layers: LayerSpec) -> Iterator[Entry]:
         at, hf, fused, latent = "self_attention.", "self_attn.", layers == "fused", self._shape.latent
         assert latent is not None
         down, heads = 0 if layers == "local" else None, self._shape.num_heads

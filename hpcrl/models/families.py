@@ -116,6 +116,11 @@ def read_shape(config: Mapping[str, Any]) -> ModelShape:
     return replace(shape, mtp_layers=num_trained(config), mtp_joins=num_joins(config))
 
 
+def with_decoder(shape: ModelShape) -> ModelShape:
+    """A shape with its decoder's properties, also if transformers built the model."""
+    return replace(shape, decoder=family_of(shape.family).unlisted or shape.decoder)
+
+
 def shape_of(folder: str | None, key: str) -> ModelShape:
     """Sizes and parameters of the model in a folder; `key` is the configuration key of the folder, for messages.
     CannotPlanError if the folder's config.json cannot be read."""

@@ -52,7 +52,7 @@ class Family:
     """The decoder's properties that do not depend on config.json; if None, transformers builds the models of which the
     plan reads sizes and parameters (hpcrl.models.from_transformers)."""
     unlisted: Decoder | None = None
-    """The same for the native generator, if `decoder` is None."""
+    """The same for the native generator and Megatron-Core, if `decoder` is None."""
     read: Callable[[str, Decoder, Mapping[str, Any]], ModelShape] | None = None
     """Called with model_type, decoder and config.json; None stands for hpcrl.models.grouped.grouped_shape."""
     measured_layers: bool = False

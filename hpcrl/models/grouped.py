@@ -203,7 +203,8 @@ class GroupedLayers:
                 f"num_key_value_heads={shape.num_kv_heads}"
             )
 
-    def attention(self, layers: LayerSpec) -> Iterator[Entry]:
+    def attention(self, layer: int, layers: LayerSpec) -> Iterator[Entry]:
+        """See MegatronLayers."""
         shape, at, hf, hidden = self._shape, "self_attention.", "self_attn.", self.hidden
         norm = at + "linear_qkv.layer_norm_weight" if layers == "fused" else "input_layernorm.weight"
         yield copied(norm, "input_layernorm.weight", (hidden,))
@@ -245,14 +246,16 @@ class CorrectedLayers(GroupedLayers):
 
 
 def _qkv(shape: ModelShape, which: str, rest: Sequence[int]) -> Entry:
-    """Query rows, key rows and value rows for each group of query heads that share a key head, group by group."""
-    key = shape.head_dim
-    query = shape.query_size // shape.num_kv_heads
-    rows = []
+    """Query rows, gate rows if attention is gated, key rows and value rows for each group of query heads that share a
+    key head, group by group."""
+    key, heads = shape.head_dim, shape.num_heads // shape.num_kv_heads
+    rows, at = [], 0
     for group in range(shape.num_kv_heads):
-        at = group * (query + 2 * key)
-        for name, count in (("q", query), ("k", key), ("v", key)):
-            rows.append(EntryRows(f"self_attn.{name}_proj.{which}", group * count, at, count))
+        first = group * heads * key
+        pieces = [("q", first, heads * key)]
+        if shape.decoder.gated_attention:  # a head's query rows are before its gate rows
+            pieces = [("q", 2 * (first + head * key) + gate, key) for gate in (0, key) for head in range(heads)]
+        for name, start, count in (*pieces, ("k", group * key, key), ("v", group * key, key)):
+            rows.append(EntryRows(f"self_attn.{name}_proj.{which}", start, at, count))
             at += count
-    sizes = (shape.query_size + 2 * shape.key_size, *rest)
-    return Entry(f"self_attention.linear_qkv.{which}", sizes, tuple(rows), "layer", split=0)
+    return Entry(f"self_attention.linear_qkv.{which}", (at, *rest), tuple(rows), "layer", split=0)

@@ -77,7 +77,7 @@ class MegatronLayers(Protocol):
     num_layers: int
     tied: bool
 
-    def attention(self, layers: LayerSpec) -> Iterator[Entry]:
+    def attention(self, layer: int, layers: LayerSpec) -> Iterator[Entry]:
         """The tensors of a layer's attention and of the norm before it. Names do not contain the layer."""
 
     def mlp(self, layer: int, fused: bool, stacked: bool) -> Iterator[Entry]:

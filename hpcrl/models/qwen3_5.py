@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from hpcrl.models.family import Family
-from hpcrl.models.qwen3_next import DECODER
+from hpcrl.models.qwen3_next import DECODER, MEGATRON
 from hpcrl.models.router import normalised_router
 from hpcrl.models.vision import read_vision
 
@@ -12,5 +12,6 @@ TEXT = Family(
     unlisted=replace(DECODER, separate_delta=True),
     router=normalised_router,
     native=True,
+    megatron=MEGATRON,
 )
-FAMILY = replace(TEXT, model_types=("qwen3_5", "qwen3_5_moe"), vision=read_vision)
+FAMILY = replace(TEXT, model_types=("qwen3_5", "qwen3_5_moe"), vision=read_vision, megatron=None)

@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from hpcrl.models.family import Family
+from hpcrl.models.delta import DeltaLayers
+from hpcrl.models.family import Family, MegatronModel
 from hpcrl.models.router import ExpertRouter
 from hpcrl.models.shape import Decoder
 
@@ -23,4 +24,14 @@ def _router(config: Mapping[str, Any]) -> ExpertRouter:
     return ExpertRouter(normalised=bool(config.get("norm_topk_prob", True)))
 
 
-FAMILY = Family(model_types=("qwen3_next",), unlisted=DECODER, router=_router, native=True)
+def _options(model: Mapping[str, Any]) -> dict[str, Any]:
+    return {"moe_shared_expert_gate": True, "attention_output_gate": True, "layernorm_zero_centered_gamma": True}
+
+
+MEGATRON = MegatronModel(
+    layers=DeltaLayers,
+    biases=("attention_bias",),
+    rope_types=("default", "linear", "llama3"),
+    options=_options,
+)
+FAMILY = Family(model_types=("qwen3_next",), unlisted=DECODER, router=_router, native=True, megatron=MEGATRON)

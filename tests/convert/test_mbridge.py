@@ -16,7 +16,7 @@ from hpcrl.models.families import MEGATRON
 from tests.engines.worlds import make_model_folder
 
 pytestmark = pytest.mark.slow
-UNKNOWN_TO_MBRIDGE = {"mistral", "deepseek_v2", "gpt_oss"}
+UNKNOWN_TO_MBRIDGE = {"mistral", "deepseek_v2", "gpt_oss", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"}
 CHANGES: dict[str, dict[str, Any]] = {"glm4_moe": {"use_qk_norm": True, "attention_bias": True}}
 
 

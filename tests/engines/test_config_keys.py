@@ -57,7 +57,7 @@ TOGETHER: dict[str, dict[str, Any]] = {
 FAMILIES = {
     "megatron": (
         *("gpt_oss", "qwen3_moe", "deepseek_v3", "glm4_moe", "llama", "qwen2", "qwen3", "mistral", "qwen2_moe"),
-        *("mixtral", "deepseek_v2"),
+        *("mixtral", "deepseek_v2", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),
     ),
     "native": (
         *("qwen3_moe", "gemma2", "qwen2", "qwen3", "llama", "mistral", "ministral", "phi3", "gemma3_text"),

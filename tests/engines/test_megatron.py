@@ -40,6 +40,7 @@ pytestmark = pytest.mark.numerics
 
 LENGTHS = (9, 12, 5, 14)
 ROPE = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+YARN = ROPE | {"rope_type": "yarn", "original_max_position_embeddings": 16}
 
 
 def make(folder: Path, trainer: dict[str, Any] | None = None, **own: Any) -> MegatronEngine:
@@ -75,14 +76,15 @@ def write(engine: MegatronEngine, folder: Path) -> Path:
 @pytest.mark.parametrize(
     ("family", "changes", "error"),
     [
-        ("gemma2", {}, "the megatron trainer trains qwen2, .*, gpt_oss, not gemma2; use trainer.engine=fsdp2"),
+        ("gemma2", {}, "the megatron trainer trains qwen2, .*, not gemma2; use trainer.engine=fsdp2"),
         ("deepseek_v3", {"rope_interleave": False}, "has no rope_interleave=false"),
         ("deepseek_v3", {"norm_topk_prob": False}, "has no norm_topk_prob=false with sigmoid scores"),
         ("deepseek_v3", {"num_experts_per_tok": 5}, "chooses 5 experts per token, and topk_group=2 groups have only 4"),
         ("mixtral", {"num_experts_per_tok": 1}, "has no normalised weights of a single expert per token"),
         ("mixtral", {"router_jitter_noise": 0.1}, r"adds no noise to router inputs \(router_jitter_noise=0.1\)"),
         ("gpt_oss", {"swiglu_alpha": 1.0}, "has no swiglu_alpha=1.0, only 1.702"),
-        ("qwen3_next", {}, "the megatron trainer trains .*, not qwen3_next"),
+        ("qwen3_next", {"attention_bias": True}, "has no attention_bias=true"),
+        ("qwen3_next", {"rope_parameters": YARN}, "has no rope_type=yarn, only default, linear, llama3"),
         ("qwen2", {"quantization_config": {"quant_method": "fp8"}}, "has no quantised weights"),
         ("llama", {"attention_bias": True}, "has no attention_bias=true"),
         ("llama", {"rope_parameters": ROPE}, "has no rope_type=dynamic, only default, linear, llama3, yarn"),

@@ -27,6 +27,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {"num_hidden_layers": 3},
     "glm4_moe": {"use_qk_norm": True, "attention_bias": True},
     "gpt_oss": {},
+    "qwen3_5_moe_text": {},
+    "qwen3_next": {"num_hidden_layers": 3, "layer_types": [*(["linear_attention"] * 2), "full_attention"]},
     "deepseek_v2": {"num_hidden_layers": 3},
     "deepseek_v3": {"q_lora_rank": None, "n_group": 1, "topk_group": 1},
 }

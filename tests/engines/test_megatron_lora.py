@@ -93,10 +93,14 @@ def check_plan(trainer: MegatronEngine, split: dict[str, Any], exact: bool = Tru
 
 @pytest.mark.parametrize(
     "family",
-    ["qwen2", "qwen2_moe", *(pytest.param(name, marks=pytest.mark.soak) for name in ("deepseek_v3", "gpt_oss"))],
+    [
+        "qwen2",
+        "qwen2_moe",
+        *(pytest.param(name, marks=pytest.mark.soak) for name in ("deepseek_v3", "gpt_oss", "qwen3_next")),
+    ],
 )
 def test_one_rank_trains_as_fsdp2(family: str, tmp_path: Path, world_of_one: None) -> None:
-    folder, batch = make_model_folder(family, tmp_path / "model"), make_batch(LENGTHS)
+    folder, batch = make_model_folder(family, tmp_path / "model", **MODELS.get(family, {})), make_batch(LENGTHS)
     mine, theirs = engine(folder), fsdp2(folder)
     assert mine.lora is not None and mine.lora.base == theirs._base
     assert far(dict(mine.named_weights()), dict(theirs.named_weights())) == 0
@@ -148,9 +152,14 @@ OTHERS: dict[str, list[dict[str, Any]]] = {
     "qwen3": [SEQUENCE],
     "llama": [{"pipeline_parallel": 2, "virtual_pipeline": 2}],
     "qwen2_moe": [MIXED],
+    "qwen3_next": [MIXED],
 }
 """The models of qwen3 have one key head, so a tensor-parallel rank has queries only, or keys as well."""
-MODELS: dict[str, dict[str, Any]] = {"qwen3": {"num_key_value_heads": 1}, "llama": {"num_hidden_layers": 4}}
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen3": {"num_key_value_heads": 1},
+    "llama": {"num_hidden_layers": 4},
+    "qwen3_next": {"layer_types": ["full_attention", "linear_attention"]},
+}
 
 
 def _on_two_ranks(scratch: Path, splits: dict[str, list[dict[str, Any]]]) -> None:

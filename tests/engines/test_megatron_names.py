@@ -41,6 +41,15 @@ LATENT = {
 }
 
 
+DELTA = {
+    **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 2, "shared_expert_intermediate_size": 2},
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 1, "linear_value_head_dim": 2},
+    "linear_conv_kernel_dim": 3,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+"""A key head has a query and a key of one number, and two value heads of two numbers."""
+
+
 def small(family: str, **changes: Any) -> dict[str, Any]:
     return {"model_type": family, **SMALL, **(EXPERTS if family == "qwen3_moe" else {}), **changes}
 
@@ -103,6 +112,47 @@ def test_alternating_gate_and_up_rows_of_transposed_experts() -> None:
     assert torch.equal(shard(down, tensors, 1, 2), tensors["model.layers.1.mlp.experts.down_proj"][1].t()[:, 1:])
 
 
+def test_a_mixers_rows_are_ordered_by_key_head() -> None:
+    """in_proj_qkvz and in_proj_ba are ordered by key head already; the convolution's queries, keys and values are not.
+    A rank has a key head with its two value heads."""
+    names = table(small("qwen3_next", **DELTA))
+    tensors = numbered(names)
+    at, hf = "decoder.layers.0.self_attention.", "model.layers.0.linear_attn."
+    joint, factors = tensors[hf + "in_proj_qkvz.weight"], tensors[hf + "in_proj_ba.weight"]
+    assert joint.shape == (20, 4) and factors.shape == (8, 4)
+    entry = names.find(at + "in_proj.weight")
+    assert torch.equal(shard(entry, tensors), torch.cat([joint[:10], factors[:4], joint[10:], factors[4:]]))
+    assert torch.equal(shard(entry, tensors, 1, 2), torch.cat([joint[10:], factors[4:]]))
+    convolution = tensors[hf + "conv1d.weight"]
+    assert convolution.shape == (12, 1, 3)
+    order = [0, 2, 4, 5, 6, 7, 1, 3, 8, 9, 10, 11]
+    assert torch.equal(shard(names.find(at + "conv1d.weight"), tensors), convolution[order])
+    assert torch.equal(shard(names.find(at + "A_log"), tensors, 1, 2), tensors[hf + "A_log"][2:])
+    out = tensors[hf + "out_proj.weight"]
+    assert torch.equal(shard(names.find(at + "out_proj.weight"), tensors, 1, 2), out[:, 4:])
+
+
+def test_separate_projections_of_a_mixer_are_joined_by_key_head() -> None:
+    names = table(small("qwen3_5_text", **DELTA))
+    tensors = numbered(names)
+    qkv, z, b, a = (tensors[f"model.layers.0.linear_attn.in_proj_{part}.weight"] for part in ("qkv", "z", "b", "a"))
+    entry = names.find("decoder.layers.0.self_attention.in_proj.weight")
+    second = torch.cat([qkv[[1, 3, 8, 9, 10, 11]], z[4:], b[2:], a[2:]])
+    assert torch.equal(shard(entry, tensors, 1, 2), second)
+    assert torch.equal(shard(entry, tensors), torch.cat([qkv[[0, 2, 4, 5, 6, 7]], z[:4], b[:2], a[:2], second]))
+
+
+def test_gates_of_attention_follow_the_queries_of_their_group() -> None:
+    """Two key heads, of which each has two query heads of one number; each query row is before its gate row."""
+    names = table(small("qwen3_next", **DELTA))
+    tensors = numbered(names)
+    q, k, v = (tensors[f"model.layers.1.self_attn.{name}_proj.weight"] for name in "qkv")
+    entry = names.find("decoder.layers.1.self_attention.linear_qkv.weight")
+    first = torch.cat([q[[0, 2, 1, 3]], k[:1], v[:1]])
+    assert torch.equal(shard(entry, tensors), torch.cat([first, q[[4, 6, 5, 7]], k[1:], v[1:]]))
+    assert torch.equal(shard(entry, tensors, 0, 2), first)
+
+
 def test_padding_of_the_vocabulary_is_zero_and_belongs_to_no_hf_tensor() -> None:
     names = table(small("qwen3"), padded_vocabulary=12)
     tensors = numbered(names)
@@ -133,6 +183,8 @@ def test_padding_of_the_vocabulary_is_zero_and_belongs_to_no_hf_tensor() -> None
         small("mixtral", num_local_experts=4),
         small("glm4_moe", n_routed_experts=4, moe_intermediate_size=2, attention_bias=True, use_qk_norm=True),
         small("gpt_oss", num_local_experts=4),
+        small("qwen3_next", **DELTA),
+        small("qwen3_5_text", **DELTA),
     ],
     ids=lambda config: config["model_type"],
 )

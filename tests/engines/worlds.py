@@ -47,15 +47,26 @@ LATENT: dict[str, Any] = {
     "moe_intermediate_size": 12,
 }
 """Sizes of a small DeepSeek-V3."""
+SHARED: dict[str, Any] = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 20,
+}
+DELTA: dict[str, Any] = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 5,
+    "layer_types": ["linear_attention", "full_attention"],
+    "partial_rotary_factor": 0.5,
+    "rms_norm_eps": 1e-3,  # mixers' outputs are small, and their norm would amplify rounding
+}
+"""A layer with a gated delta rule before a layer with gated attention."""
 V2: dict[str, Any] = {"topk_method": "group_limited_greedy", "num_experts_per_tok": 3}
 EXPERTS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
-    "qwen2_moe": {
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 24,
-        "shared_expert_intermediate_size": 20,
-    },
+    "qwen2_moe": SHARED,
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24},
     "glm4_moe": {
         "n_routed_experts": 8,
@@ -69,6 +80,9 @@ EXPERTS: dict[str, dict[str, Any]] = {
     "minimax_m2": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24},
     "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 12, "moe_layer_start_index": 0},
     "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2},
+    "qwen3_next": SHARED | DELTA,
+    "qwen3_5_text": DELTA,
+    "qwen3_5_moe_text": SHARED | DELTA,
     "deepseek_v3": LATENT,
     "deepseek_v2": LATENT | V2,
     "glm4_moe_lite": {k: v for k, v in LATENT.items() if k != "first_k_dense_replace"},
@@ -100,6 +114,8 @@ def make_model_folder(family: str, folder: Path, **changes: Any) -> Path:
     for name, tensor in (*model.named_buffers(), *model.named_parameters()):
         if name.endswith(("e_score_correction_bias", "_proj_bias", "_proj.bias")):  # new ones are zero
             torch.nn.init.normal_(tensor, std=0.3)
+        elif name.endswith("A_log"):  # new states are forgotten within a token
+            torch.nn.init.normal_(tensor, -2.0, 1.0)
     model.save_pretrained(folder)
     return folder
 

@@ -27,6 +27,7 @@ from hpcrl.planner.activations import Tokens
 from hpcrl.planner.generator import rollout_transfer_parts
 from hpcrl.planner.trainer import checkpoint_bytes, critic_shape
 from tests.planner.models import PUBLISHED
+from tests.planner.published import WELL_KNOWN
 from tests.planner.test_parallel import COUNTED, LARGEST, run_of
 
 FIRST, LAST = spec.ENDS
@@ -186,3 +187,19 @@ def test_layers_are_split_like_megatron_core_splits_them(layers: int, change: di
             count = get_num_layers_to_build(config, virtual, number)
             start = get_transformer_layer_offset(config, virtual, number)
             assert own == tuple(range(start, start + count))
+
+
+@pytest.mark.slow
+def test_numbers_of_a_rank_with_gated_delta_rules_by_hand() -> None:
+    """Qwen3-Next-80B-A3B on 2 tensor-parallel x 2 expert-parallel ranks. A mixer on a rank: 8 key heads with 16 value
+    heads, so a projection of 2 x 8 x 128 + 2 x 16 x 128 + 2 x 16 rows, a convolution of 4 numbers for 2 x 8 x 128 + 16
+    x 128 channels, two numbers a value head, the output's matrix; and the norm of 128 numbers, whole."""
+    shape = read_shape(WELL_KNOWN["Qwen3-Next-80B-A3B"].config)
+    rows = 2 * 8 * 128 + 16 * 128
+    mixer = 2048 * (rows + 16 * 128 + 2 * 16) + 4 * rows + 2 * 16 + 16 * 128 * 2048 + 128
+    attention = 2048 * (2 * 8 * 256 + 2 * 256) + 8 * 256 * 2048 + 2 * 256
+    every = 2 * 2048 + 512 * 2048 + 3 * 256 * 2048 + 2048  # norms, router, a shared expert and its gate
+    vocabulary = 2 * 2048 * 151_936 // 2 + 2048 + 2 * 2048 * 64  # padded to 152064 rows
+    dense = 36 * mixer + 12 * attention + 48 * every + vocabulary
+    sizes = MegatronConfig(tensor_parallel=2, sequence_parallel=True, expert_parallel=2)
+    assert rank_numbers(shape, sizes) == [(dense, 48 * 256 * 3 * 2048 * 512)]

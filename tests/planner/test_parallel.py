@@ -13,6 +13,7 @@ from hpcrl.engines.train.megatron.spec import ENDS, MegatronConfig
 from hpcrl.models.families import read_shape
 from hpcrl.planner.memory import check_sizes
 from tests.planner.models import PUBLISHED, published
+from tests.planner.published import WELL_KNOWN
 
 FIRST, LAST = ENDS
 COUNTED = {"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True}
@@ -229,3 +230,35 @@ def test_a_generator_with_more_ranks_than_experts_is_refused() -> None:
         shape = read_shape(PUBLISHED["Qwen3-30B-A3B"][0] | {"num_experts": experts})
         told = [problem.text for problem in check_sizes(config, RoleLayout.from_config(config), shape)]
         assert [text for text in told if "generator" in text] == found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"tensor_parallel": 2, "sequence_parallel": True, "expert_parallel": 2, "pipeline_parallel": 2}, []),
+        (
+            {"context_parallel": 2},
+            ["context_parallel: 2, but a state of qwen3_next passes from token to token; use 1, or trainer.engine"],
+        ),
+        (
+            {"tensor_parallel": 4, "sequence_parallel": True},
+            ["tensor_parallel: 4 is above the 2 key and value heads of the gated attention"],
+        ),
+    ],
+)
+def test_sizes_of_a_gated_delta_rule_are_checked(change: dict[str, Any], said: list[str]) -> None:
+    config = run_of(8, **change)
+    shape = read_shape(WELL_KNOWN["Qwen3-Next-80B-A3B"].config)
+    told = [problem.text for problem in check_sizes(config, RoleLayout.from_config(config), shape)]
+    assert len(told) == len(said) and all(text in each for text, each in zip(said, told, strict=True)), told
+
+
+@pytest.mark.slow
+def test_key_heads_of_a_gated_delta_rule_divide() -> None:
+    shape = read_shape(
+        WELL_KNOWN["Qwen3-Next-80B-A3B"].config | {"linear_num_key_heads": 1, "linear_num_value_heads": 2}
+    )
+    config = run_of(2, tensor_parallel=2, sequence_parallel=True)
+    told = [problem.text for problem in check_sizes(config, RoleLayout.from_config(config), shape)]
+    assert told == ["trainer.megatron.tensor_parallel: 2 does not divide the 1 key heads of the delta rule"]

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpcrl.engines.gen.native.recurrent import DeltaSizes
 from hpcrl.engines.gen.native.unsupported import LINEAR, unsupported
+from hpcrl.models.delta import DeltaSizes
 from hpcrl.models.families import NATIVE, family_of, read_shape, read_vision_of
 from hpcrl.models.mrope import axes_of_pairs
 from hpcrl.models.mtp import num_mtp_layers

@@ -10,68 +10,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hpcrl.models.delta import DeltaSizes
 from hpcrl.rollout.device_copies import to_device
 
 CHUNK = 64  # tokens whose products a prefill computes at once
 EPSILON = 1e-6  # added to squared norms of queries and keys
 
 
-@dataclass(frozen=True)
-class DeltaSizes:
-    """Sizes of a layer's mixer. A key head has a query, a key and `group` value heads."""
-
-    key_heads: int
-    group: int
-    key_dim: int
-    value_dim: int
-    kernel: int  # width of the convolution
-
-    @property
-    def num_heads(self) -> int:
-        """Number of value heads."""
-        return self.key_heads * self.group
-
-    @property
-    def keys(self) -> int:
-        """Width of all queries, and of all keys."""
-        return self.key_heads * self.key_dim
-
-    @property
-    def values(self) -> int:
-        """Width of all values, and of the output."""
-        return self.num_heads * self.value_dim
-
-    @property
-    def convolved(self) -> int:
-        """Width of the convolution: queries, keys and values."""
-        return 2 * self.keys + self.values
-
-    @property
-    def projected(self) -> int:
-        """Width of the input projection: the convolution's, the output's gates, and two factors per head."""
-        return self.convolved + self.values + 2 * self.num_heads
-
-    def joint_order(self) -> tuple[list[int], list[int]]:
-        """Where files with joint projections have the columns of `projected`: the rows of in_proj_qkvz, which has
-        queries, keys, values and gates by key head, and of in_proj_ba, which has the factors by key head."""
-        widths = (self.key_dim, self.key_dim, self.group * self.value_dim, self.group * self.value_dim)
-        return _by_part(self.key_heads, widths), _by_part(self.key_heads, (self.group, self.group))
-
-    def state_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of a sequence's state in one layer."""
-        recurrent = self.keys * self.group * self.value_dim * torch.float32.itemsize
-        return recurrent + self.convolved * (self.kernel - 1) * dtype.itemsize
-
-
-def _by_part(groups: int, widths: Sequence[int]) -> list[int]:
-    """Indices that order rows by part, if they are ordered by group, with parts of these widths in each."""
-    rows = np.split(np.arange(groups * sum(widths)).reshape(groups, -1), np.cumsum(widths)[:-1], axis=1)
-    return np.concatenate([part.flatten() for part in rows]).tolist()
+def state_bytes(sizes: DeltaSizes, dtype: torch.dtype) -> int:
+    """Bytes of a sequence's state in one layer."""
+    recurrent = sizes.keys * sizes.group * sizes.value_dim * torch.float32.itemsize
+    return recurrent + sizes.convolved * (sizes.kernel - 1) * dtype.itemsize
 
 
 @dataclass(slots=True)

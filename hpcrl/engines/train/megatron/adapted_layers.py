@@ -294,4 +294,5 @@ def _input_of(linear: Any, x: Tensor) -> Tensor:
     scale = getattr(linear, "layer_norm_weight", None)
     if scale is None:
         return x
-    return F.rms_norm(x.float(), x.shape[-1:], scale.float(), linear.eps).to(x.dtype)
+    scale = scale.float() + 1.0 if linear.zero_centered_gamma else scale.float()
+    return F.rms_norm(x.float(), x.shape[-1:], scale, linear.eps).to(x.dtype)

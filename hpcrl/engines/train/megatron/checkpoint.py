@@ -144,19 +144,22 @@ def _of_shard(
 
 
 def _boxes(shape: tuple[int, ...], low: int, high: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], range]]:
-    """(offset, size, numbers) of the slices for the numbers `low` to `high` of a flattened vector or matrix: the rest
-    of a row, full rows, the beginning of a row."""
+    """(offset, size, numbers) of the slices for the numbers `low` to `high` of a flattened tensor: the rest of a row,
+    full rows, the beginning of a row. Parts of a row that is no vector are divided in the same way."""
     if low >= high:
         return
     if len(shape) == 1:
         yield (low,), (high - low,), range(low, high)
         return
-    _, width = shape
+    inside, width = shape[1:], math.prod(shape[1:])
     cuts = sorted({low, min(high, -(-low // width) * width), max(low, high // width * width), high})
     for start, end in pairwise(cuts):
         row, column = divmod(start, width)
-        rows = max(1, (end - start) // width)
-        yield (row, column), (rows, (end - start) // rows), range(start, end)
+        if (end - start) % width == 0:
+            yield (row, *(0 for _ in inside)), ((end - start) // width, *inside), range(start, end)
+            continue
+        for offset, size, span in _boxes(inside, column, column + end - start):
+            yield (row, *offset), (1, *size), range(span.start + row * width, span.stop + row * width)
 
 
 class TorchDistSnapshots:

@@ -24,19 +24,21 @@ from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
     model_parallel_cuda_manual_seed,
 )
-from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer import MLATransformerConfig, ModuleSpec, TransformerConfig
 from torch import Tensor
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from hpcrl.engines.train.megatron.choices import choose_groups, router_options
+from hpcrl.engines.train.megatron.delta_mixer import DeltaMixer
 from hpcrl.engines.train.megatron.latent import latent_options
 from hpcrl.engines.train.megatron.local_layers import BiasedRowParallelLinear, PackedAttention, RMSNorm
 from hpcrl.engines.train.megatron.logprobs import vocabulary_logprobs
 from hpcrl.engines.train.megatron.parallel import padded_vocabulary, split_layers
 from hpcrl.engines.train.megatron.spec import COUNTED, ENDS, SPEC, MegatronConfig
 from hpcrl.engines.train.megatron.unsupported import lacking
-from hpcrl.models.families import family_of, read_shape
+from hpcrl.models.delta import DeltaSizes, delta_layers, delta_sizes
+from hpcrl.models.families import family_of, read_shape, with_decoder
 from hpcrl.models.router import ExpertRouter
 from hpcrl.models.shape import CannotPlanError, ModelShape
 from hpcrl.models.windows import SLIDING
@@ -94,7 +96,7 @@ def describe(folder: Path) -> Description:
         content = json.loads(path.read_text())
         hf: Any = AutoConfig.from_pretrained(folder, local_files_only=True)
         problems = list(lacking(None, content))
-        shape = None if problems else read_shape(content)
+        shape = None if problems else with_decoder(read_shape(content))
     except (ValueError, KeyError, OSError, CannotPlanError) as error:
         raise ValueError(
             f"model.path {folder}: config.json describes no model: {' '.join(str(error).split())}"
@@ -104,7 +106,7 @@ def describe(folder: Path) -> Description:
     family = family_of(content.get("model_type")).megatron
     assert family is not None, "checked above"
     frequencies, scaling = _rotation(hf, shape)
-    windowed = _windowed(hf, shape.num_layers)
+    windowed = _windowed(hf, shape)
     return Description(
         json=content,
         shape=shape,
@@ -133,13 +135,13 @@ def _rotation(hf: Any, shape: ModelShape) -> tuple[Tensor, float]:
     return 1.0 / (rope.get("rope_theta", 10000.0) ** exponents), 1.0
 
 
-def _windowed(hf: Any, num_layers: int) -> tuple[bool, ...]:
+def _windowed(hf: Any, shape: ModelShape) -> tuple[bool, ...]:
     """Whether each layer has a sliding window."""
-    decoder = family_of(hf.model_type).decoder  # transformers changes the model_type of a mistral with layer_types
-    assert decoder is not None, "checked above"
+    # transformers changes the model_type of a mistral with layer_types
+    decoder = family_of(hf.model_type).decoder or shape.decoder
     if decoder.windows == "by layer":
         return tuple(kind == SLIDING for kind in hf.layer_types)
-    return (decoder.windows == "all" and hf.sliding_window is not None,) * num_layers
+    return (decoder.windows == "all" and hf.sliding_window is not None,) * shape.num_layers
 
 
 def initialize_parallel(megatron: MegatronConfig) -> None:
@@ -202,6 +204,8 @@ def transformer_config(
         options |= router_options(model.router)
     if model.window is not None:
         options |= {"window_size": (model.window - 1, 0), "window_attn_skip_freq": [*map(int, model.windowed)]}
+    if recurrent := delta_layers(shape):
+        options["linear_attention_freq"] = [int(layer in recurrent) for layer in range(shape.num_layers)]
     options |= recomputation(megatron, on_cuda) | model.options
     options["activation_func"] = ACTIVATIONS[options.get("activation_func", "silu")]
     biased = options.setdefault("add_bias_linear", False)
@@ -313,6 +317,13 @@ def build(
             spec = dataclasses.replace(spec, layer_norm=RMSNorm)
             for layer in spec.layer_specs:
                 _use_own_layers(layer.submodules, model.shape, config)
+        if (sizes := delta_sizes(model.shape)) is not None:
+            recurrent = delta_layers(model.shape)
+            every = [
+                _delta_layer(spec_of_layer, sizes) if layer in recurrent else spec_of_layer
+                for layer, spec_of_layer in zip(layers, spec.layer_specs, strict=True)
+            ]
+            spec = dataclasses.replace(spec, layer_specs=every)
         chunk = chunk_class(
             config,
             spec,
@@ -347,6 +358,19 @@ def _latent_norms(chunk: GPTModel) -> Iterator[Any]:
         for name in ("q_layernorm", "kv_layernorm", "linear_q_up_proj", "linear_kv_up_proj"):
             if hasattr(module := getattr(attention, name, None), "eps"):
                 yield module
+
+
+def _delta_layer(layer: ModuleSpec, sizes: DeltaSizes) -> ModuleSpec:
+    """A layer with a gated delta rule instead of attention, and with a norm of its own before it."""
+    own = layer.submodules
+    names = own.sharded_state_dict_keys_map.items()
+    inside = dataclasses.replace(
+        own,
+        input_layernorm=RMSNorm,
+        self_attention=ModuleSpec(module=DeltaMixer, params={"sizes": sizes}),
+        sharded_state_dict_keys_map={at: name for at, name in names if not at.startswith("input_layernorm")},
+    )
+    return dataclasses.replace(layer, submodules=inside)
 
 
 def _use_own_layers(submodules: Any, shape: ModelShape, config: TransformerConfig) -> None:

@@ -23,19 +23,21 @@ from hpcrl.engines.varlen import Spans, sequence_by_sequence
 
 
 class RMSNorm(nn.Module):
-    """RMSNorm as in transformers. An attribute of its weight makes Megatron sum gradients if tokens are split over
-    ranks."""
+    """RMSNorm as in transformers; with layernorm_zero_centered_gamma, times weight + 1 in float32. An attribute of its
+    weight makes Megatron sum gradients if tokens are split over ranks."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any):
         super().__init__()
         device = torch.cuda.current_device()
         self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device))
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-        self.eps = eps
+        self.eps, self._centred = eps, config.layernorm_zero_centered_gamma
 
     def forward(self, states: Tensor) -> Tensor:
         wide = states.float()
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        if self._centred:
+            return (wide * (1.0 + self.weight.float())).to(states.dtype)
         return self.weight * wide.to(states.dtype)
 
 

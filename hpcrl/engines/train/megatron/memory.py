@@ -18,6 +18,7 @@ from hpcrl.engines.train.megatron.parallel import (
 )
 from hpcrl.engines.train.megatron.spec import MegatronConfig
 from hpcrl.engines.train.megatron.traffic import stage_traffic
+from hpcrl.models.delta import split_by_heads
 from hpcrl.models.shape import CannotPlanError, ModelShape, Parameter
 from hpcrl.planner.activations import FP32, Tokens, logits_bytes
 from hpcrl.planner.adapters import adapters, saved, trained
@@ -54,6 +55,7 @@ def stage_parameters(shape: ModelShape, megatron: MegatronConfig) -> list[list[P
 
 def rank_numbers(shape: ModelShape, megatron: MegatronConfig) -> list[tuple[int, int]]:
     """(elements outside experts, elements in experts) on a rank of each stage. A tied head is a second embedding."""
+    shape = split_by_heads(shape)
     stages = stage_parameters(shape, megatron)
     is_critic = any(parameter.name.startswith(VALUE_HEAD) for parameter in shape.parameters)
     if shape.tied and not is_critic and len(stages) > 1:
@@ -97,7 +99,7 @@ def trained_on_ranks(config: Config, shape: ModelShape) -> ModelShape:
     by columns. With more ranks than key heads, every rank has the B of its layers, and here all B are counted so."""
     if config.lora is None:
         return trained(config, shape)
-    split_of = {parameter.name: parameter.split for parameter in shape.parameters}
+    split_of = split_by_heads(shape).splits
     by_rows: tuple[str, ...] = () if shape.num_kv_heads % own(config).tensor_parallel else ("column", "key")
 
     def part(parameter: Parameter) -> Parameter:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpcrl.models.families import MEGATRON, family_of, read_shape
+from hpcrl.models.families import MEGATRON, family_of, read_shape, with_decoder
 from hpcrl.models.megatron_entries import Entry, EntryRows, LayerSpec, copied
 from hpcrl.spec.weight_layout import TensorSlice
 
@@ -110,7 +110,7 @@ def table(
     family = family_of(name).megatron
     if family is None:
         raise ValueError(f"model_type {name!r} has no table of Megatron's names ({', '.join(MEGATRON)} have)")
-    model = family.layers(config, read_shape(config))
+    model = family.layers(config, with_decoder(read_shape(config)))
     vocabulary, fused = model.vocabulary, layers == "fused"
     padded = vocabulary if padded_vocabulary is None else padded_vocabulary
     if padded < vocabulary:
@@ -119,7 +119,7 @@ def table(
     found = [copied(EMBEDDING, "model.embed_tokens.weight", around, "embedding", split=0, count=vocabulary)]
     for layer in range(model.num_layers):
         at, hf = f"decoder.layers.{layer}.", f"model.layers.{layer}."
-        inside = [*model.attention(layers), *model.mlp(layer, fused, stacked)]
+        inside = [*model.attention(layer, layers), *model.mlp(layer, fused, stacked)]
         found += [replace(_below(entry, at, hf), layer=layer) for entry in inside]
     found.append(copied("decoder.final_layernorm.weight", "model.norm.weight", around[1:], "norm"))
     if values:

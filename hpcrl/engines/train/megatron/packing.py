@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+from hpcrl.engines.train.megatron.delta_mixer import Sequences
 from hpcrl.rollout.batch import Batch
 from hpcrl.rollout.device_copies import to_device
 
@@ -22,7 +22,7 @@ class Packed:
     Args:
         token_ids: int64 [t], this rank's tokens.
         positions: int64 [t], their positions.
-        sequences: All ranks' sequences, for attention.
+        sequences: All ranks' sequences.
         own: int64 [n], indices into `places` of the tokens that this rank predicts.
         before: int64 [n], indices into `token_ids` of the tokens before the predicted ones.
         targets: int64 [n], the tokens to predict.
@@ -32,7 +32,7 @@ class Packed:
 
     token_ids: Tensor
     positions: Tensor
-    sequences: PackedSeqParams
+    sequences: Sequences
     own: Tensor
     before: Tensor
     targets: Tensor
@@ -90,7 +90,7 @@ def pack(batch: Batch, num_ranks: int, rank: int, tensor_parallel: int, least: i
     # Padding counts as part of a sequence. Transformer Engine divides the padded starts over context-parallel ranks; on
     # one rank, it would only compare them with the unpadded starts on the host, in every layer.
     divided = cu_seqlens if num_ranks > 1 else None
-    sequences = PackedSeqParams(
+    sequences = Sequences(
         qkv_format="thd",
         cu_seqlens_q=cu_seqlens,
         cu_seqlens_kv=cu_seqlens,
@@ -98,6 +98,7 @@ def pack(batch: Batch, num_ranks: int, rank: int, tensor_parallel: int, least: i
         cu_seqlens_kv_padded=divided,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
+        lengths=tuple(padded),
     )
     return Packed(
         tokens[mine], positions[mine], sequences, own, local[before[own]], targets[own], places, sources[mine]

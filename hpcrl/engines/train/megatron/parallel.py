@@ -14,6 +14,7 @@ from hpcrl.cluster.layout import RoleLayout
 from hpcrl.config import Config, Problem
 from hpcrl.engines.train.megatron.spec import COUNTED, MegatronConfig, indivisible, problem
 from hpcrl.engines.train.router_keys import without_routers
+from hpcrl.models.delta import DeltaSizes, delta_sizes
 from hpcrl.models.shape import ModelShape
 from hpcrl.planner.memory_parts import samples_of_an_update
 
@@ -111,6 +112,8 @@ def _tensors(megatron: MegatronConfig, shape: ModelShape) -> Iterator[Problem]:
     if shape.num_kv_heads % tensor and tensor % shape.num_kv_heads:
         text = f"{tensor} neither divides the {shape.num_kv_heads} key and value heads nor is a multiple of them"
         yield problem("tensor_parallel", text)
+    if (sizes := delta_sizes(shape)) is not None:
+        yield from _heads_of_delta_rule(megatron, shape, sizes)
     if len(shape.expert_layers) < shape.num_layers and shape.intermediate_size % tensor:
         yield problem("tensor_parallel", f"{tensor} does not divide intermediate_size, {shape.intermediate_size}")
     if megatron.sequence_parallel and tensor == 1:
@@ -119,6 +122,19 @@ def _tensors(megatron: MegatronConfig, shape: ModelShape) -> Iterator[Problem]:
     if not megatron.sequence_parallel and tensor > 1 and shape.num_experts:
         text = f"a mixture of experts trains with tensor_parallel={tensor} only with sequence_parallel=true"
         yield problem("sequence_parallel", text, "tensor_parallel")
+
+
+def _heads_of_delta_rule(megatron: MegatronConfig, shape: ModelShape, sizes: DeltaSizes) -> Iterator[Problem]:
+    """Megatron-Core's gates of attention are not divided as its query heads if ranks share a key head."""
+    tensor, context = megatron.tensor_parallel, megatron.context_parallel
+    if sizes.key_heads % tensor:
+        yield problem("tensor_parallel", f"{tensor} does not divide the {sizes.key_heads} key heads of the delta rule")
+    if tensor > shape.num_kv_heads:
+        text = f"{tensor} is above the {shape.num_kv_heads} key and value heads of the gated attention"
+        yield problem("tensor_parallel", text)
+    if context > 1:
+        text = f"{context}, but a state of {shape.family} passes from token to token; use 1, or trainer.engine=fsdp2"
+        yield problem("context_parallel", text)
 
 
 def _experts(megatron: MegatronConfig, shape: ModelShape) -> Iterator[Problem]:

@@ -44,7 +44,8 @@ def lacking(own: object, model: Mapping[str, Any]) -> Iterator[str]:
 
 def _partly_rotated(model: Mapping[str, Any]) -> Iterator[str]:
     """A part of a head for which transformers computes frequencies, in families whose code rotates whole heads."""
-    decoder = family_of(model.get("model_type")).decoder
+    family = family_of(model.get("model_type"))
+    decoder = family.decoder or family.unlisted
     for rope in ropes(model):
         part = rope.get("partial_rotary_factor", model.get("partial_rotary_factor")) or 1.0
         if part != 1.0 and rope_type(rope) != "default" and not (decoder and decoder.partly_rotated):
