@@ -24,6 +24,7 @@ LAYOUTS = {
         ["layout=colocated", "layout.generator.tensor_parallel=2", "generator.engine=vllm", "deterministic=false"],
     ),
     "megatron": (3, ["layout=colocated", "trainer.engine=megatron", "trainer.megatron.tensor_parallel=2"]),
+    "matrices": (3, ["layout=colocated", "trainer.fsdp2.tensor_parallel=2"]),
     "single": (1, ["layout=single"]),
     "colocated": (3, ["layout=colocated"]),
     "deepspeed": (3, ["layout=colocated", "trainer.engine=deepspeed"]),
@@ -33,6 +34,7 @@ LAYOUTS = {
         layout.env.colocate_with=generator""".split(),  # noqa: SIM905
     ),
 }
+SOAK = ("megatron", "matrices")
 LORA = [
     "trainer.lora.rank=4",
     "trainer.lora.alpha=8",
@@ -56,14 +58,14 @@ def start(folder: Path, layout: str, model: Path, data: Path, environ: dict[str,
 def folder(tmp_path_factory: pytest.TempPathFactory, wide_digit_model: Path, digit_data: Path) -> Path:
     """The run folders, by layout."""
     folder = tmp_path_factory.mktemp("lora")
-    for layout in set(LAYOUTS) - {"vllm", "megatron"}:
+    for layout in set(LAYOUTS) - {"vllm", *SOAK}:
         start(folder, layout, wide_digit_model, digit_data)
     return folder
 
 
 @pytest.fixture(scope="module")
 def outcomes(folder: Path) -> dict[str, Outcome]:
-    return {layout: outcome(folder / layout) for layout in set(LAYOUTS) - {"vllm", "megatron"}}
+    return {layout: outcome(folder / layout) for layout in set(LAYOUTS) - {"vllm", *SOAK}}
 
 
 def check_metrics(one: Path, other: Path) -> None:
@@ -87,9 +89,12 @@ def test_vllm_generates_with_adapters(folder: Path, wide_digit_model: Path, digi
 
 
 @pytest.mark.soak
-def test_megatron_trains_as_fsdp2(folder: Path, wide_digit_model: Path, digit_data: Path) -> None:
-    start(folder, "megatron", wide_digit_model, digit_data)
-    check_metrics(folder / "single", folder / "megatron")
+@pytest.mark.parametrize("layout", SOAK)
+def test_ranks_with_parts_of_matrices_train_as_one(
+    layout: str, folder: Path, wide_digit_model: Path, digit_data: Path
+) -> None:
+    start(folder, layout, wide_digit_model, digit_data)
+    check_metrics(folder / "single", folder / layout)
 
 
 def test_the_reference_is_the_model_without_adapters(outcomes: dict[str, Outcome], wide_digit_model: Path) -> None:
