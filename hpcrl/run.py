@@ -198,7 +198,7 @@ def import_for(config: Config, layout: RoleLayout, ranks: Sequence[int]) -> None
 
     import_engines(config, {role for rank in ranks for role in layout.roles_of(rank)})
     if 0 in ranks:
-        pass
+        from hpcrl.controller import main  # noqa: F401
 
 
 def run_rank(run_dir: Path, place: ProcessInfo) -> int:

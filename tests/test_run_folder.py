@@ -27,6 +27,7 @@ from hpcrl.run_folder import (
     finish_run,
     open_run,
 )
+from hpcrl.spec.kinds import TrainEngineSpec
 from hpcrl.spec.tables import TRAIN_ENGINES
 from hpcrl.system.exit_codes import ExitCode
 
@@ -40,6 +41,9 @@ CONFIG = {
     "timeouts": {"start_s": 300.0},
     "eval": {},
 }
+
+WHOLE_MODELS = TrainEngineSpec(about="A plug-in.", make="none:none", lora=True, exchanges_state=True)
+PLUG_IN = f"{__name__}:WHOLE_MODELS"
 
 OPEN = """
 import json, sys
@@ -391,7 +395,7 @@ def test_another_training_engine_may_continue_a_run(tmp_path: Path) -> None:
 
 
 def test_another_engine_of_one_role_frees_no_key_of_the_other(tmp_path: Path) -> None:
-    """The critic's move leaves the policy's section as it is, and does not need an engine for the policy's adapters."""
+    """The critic's move leaves the policy's section as it is."""
     run = tmp_path / "demo"
     adapters = {"engine": "fsdp2", "lora": {"rank": 8}}
     close_run(run, open_run(changed(trainer=adapters), run, "auto").attempt)
@@ -401,14 +405,24 @@ def test_another_engine_of_one_role_frees_no_key_of_the_other(tmp_path: Path) ->
         check_run(changed(trainer=adapters | {"fsdp2": {"aux_loss": 0.1}}, critic={"engine": "megatron"}), run, "auto")
 
 
+def test_adapters_may_move_to_any_engine_that_can_train_them(tmp_path: Path) -> None:
+    engines = ("fsdp2", "deepspeed", "megatron")
+    for first in engines:
+        run = tmp_path / first
+        close_run(run, open_run(changed(trainer={"engine": first, "lora": {"rank": 8}}), run, "auto").attempt)
+        for then in set(engines) - {first}:
+            moved = changed(trainer={"engine": then, "lora": {"rank": 8}})
+            assert check_run(moved, run, "auto").changes == [f'trainer.engine: "{first}" -> "{then}"']
+
+
 @pytest.mark.parametrize(
     ("trainer", "engine", "why"),
     [
         ({"optimizer": "muon"}, "deepspeed", "the run has trainer.optimizer=muon, and only AdamW's state goes"),
         (
             {"lora": {"rank": 8}},
-            "megatron",
-            r"adapters \(trainer.lora.rank=8\), which megatron does not exchange",
+            PLUG_IN,
+            rf"adapters \(trainer.lora.rank=8\), which {PLUG_IN} does not exchange",
         ),
         ({}, "fake", "fake exchanges no checkpoints with other engines"),
     ],

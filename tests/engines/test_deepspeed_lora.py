@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,15 +13,19 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from hpcrl.config import TrainerConfig, parse
+from hpcrl.engines.train.dcp import FACTS, Base
 from hpcrl.engines.train.deepspeed.spec import DeepSpeedConfig
 from hpcrl.engines.train.fsdp2 import engine as fsdp2
 from hpcrl.engines.train.fsdp2.engine import FSDP2Engine
+from hpcrl.engines.train.fsdp2.weights import fingerprint
 from hpcrl.launch.model_folder import inspect_model
 from hpcrl.models.families import read_shape
 from hpcrl.planner.trainer import checkpoint_bytes, trainer_parts
 from hpcrl.rollout.batch import Batch
+from hpcrl.spec.weight_layout import TensorShards
 from tests.checkpoint.writing import write_files
 from tests.contracts.test_train_engine import check_contract, check_weights
 from tests.contracts.train.deepspeed import gradients
@@ -32,6 +39,7 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.slow, pytest.mark.numerics]
 
 every_stage = pytest.mark.parametrize("stage", [1, 2, 3])
+BIAS = "e_score_correction_bias"
 OFFLOAD = {"offload_optimizer": "cpu", "offload_parameters": "cpu"}
 
 
@@ -131,6 +139,73 @@ def test_adapters_stay_in_float32_in_a_bfloat16_model(stage: int, tmp_path: Path
     assert any((tensor - first[name]).any() for name, tensor in trainer.named_weights())
     with pytest.raises(ValueError, match=r"has adapters of .* and this run trains"):  # of rounded weights
         trainer.load(tmp_path / "state")
+
+
+def earlier_fingerprint(folder: Path, changed: Callable[[str, Tensor], Tensor]) -> str:
+    """The hash of all weights and buffers in float32 after a change."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tensors = {name: changed(name, tensor) for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
+    assert any(name.endswith(BIAS) for name in tensors)
+    kinds = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in tensors.items()}
+    layout = [TensorShards.unsharded(name, kinds[name], tensor.shape, [0]) for name, tensor in tensors.items()]
+    return fingerprint(layout, tensors.values())
+
+
+def check_earlier(make: Callable[[int], Any], scratch: Path, fingerprints: tuple[str, str]) -> None:
+    """The engine of a seed resumes from a checkpoint with the first fingerprint, but not the second. Collective."""
+    trainer = make(0)
+    assert trainer._base.fingerprint not in fingerprints
+    step(trainer, make_batch(LENGTHS))
+    for saved in fingerprints:
+        (scratch / saved).mkdir(exist_ok=True, parents=True)
+        files = trainer.snapshot()
+        if FACTS in files:
+            facts = json.loads(files[FACTS])
+            facts["base"]["fingerprint"] = saved
+            files |= {FACTS: json.dumps(facts).encode()}
+        write_files(scratch / saved, files)
+    dist.barrier()
+    other = make(1)
+    with pytest.raises(ValueError, match=rf"weights {fingerprints[1]}, and .* weights {trainer._base.fingerprint}$"):
+        other.load(scratch / fingerprints[1])
+    assert other.load(scratch / fingerprints[0]) == [] and other.optimizer_step == 1
+    wanted = dict(trainer.named_weights())
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in other.named_weights())
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_engines_agree_on_frozen_weights_in_bfloat16(stage: int, tmp_path: Path, world_of_one: None) -> None:
+    """With buffers in float32, which the fingerprint of earlier versions converted: their checkpoints resume."""
+    from tests.engines import test_megatron_lora
+
+    low = {"param_dtype": "bfloat16"}
+    folder = make_model_folder("glm4_moe", tmp_path / "model", moe_intermediate_size=16)
+    others = [test_lora.engine(folder, dtype=dtype, **low) for dtype in (torch.float32, torch.bfloat16)]
+    bases = [other._base for other in (*others, test_megatron_lora.engine(folder, **low))]
+    assert bases == [engine(folder, stage, **low)._base] * 3
+    earlier = earlier_fingerprint(folder, lambda name, tensor: tensor.bfloat16())
+    check_earlier(lambda seed: engine(folder, stage, seed, **low), tmp_path, (earlier, "0" * 16))
+
+
+def _fsdp2_on_two_ranks(folder: Path, scratch: Path, wanted: Base, earlier: str) -> None:
+    for number, own in enumerate(({}, {"context_parallel": 2})):
+        assert test_lora.engine(folder, **own)._base == wanted
+        check_earlier(functools.partial(_seeded, folder, own), scratch / str(number), (earlier, "0" * 16))
+
+
+def _seeded(folder: Path, own: dict[str, Any], seed: int) -> FSDP2Engine:
+    return test_lora.engine(folder, seed=seed, **own)
+
+
+def test_fsdp2_on_two_ranks_agrees_with_one(tmp_path: Path, world_of_one: None) -> None:
+    """In earlier versions, each rank took its copy of a buffer for its rows: their checkpoints resume."""
+
+    def misplaced(name: str, tensor: Tensor) -> Tensor:
+        return torch.cat([tensor[: len(tensor) // 2]] * 2) if name.endswith(BIAS) else tensor
+
+    folder = make_model_folder("glm4_moe", tmp_path / "model")
+    base = test_lora.engine(folder)._base
+    run_ranks(2, _fsdp2_on_two_ranks, folder, tmp_path, base, earlier_fingerprint(folder, misplaced))
 
 
 @every_stage

@@ -245,19 +245,30 @@ def test_splits_match_one_rank(splits: dict[str, list[dict[str, Any]]], tmp_path
         engine(tmp_path / "qwen2", lora=LoRAConfig()).load(tmp_path / "qwen2.state")
 
 
-def test_adapters_stay_with_their_engine(tmp_path: Path, world_of_one: None) -> None:
+def test_other_adapters_of_another_engine_are_refused(tmp_path: Path, world_of_one: None) -> None:
+    """With another base, other ranks, or other layers; before any weight has changed."""
     folder = make_model_folder("qwen2", tmp_path / "model")
+    other = make_model_folder("qwen2", tmp_path / "other", initializer_range=0.1)
     mine, theirs = engine(folder), fsdp2(folder)
+    wide, few = LORA.model_copy(update={"rank": 8}), LORA.model_copy(update={"target_modules": ["q_proj"]})
     for trainer, name in ((mine, "mine"), (theirs, "theirs")):
         (tmp_path / name).mkdir()
         write_files(tmp_path / name, trainer.snapshot())
     for trainer, name, why in (
-        (mine, "theirs", "adapters are in another engine's format; resume it with the trainer.engine that wrote it"),
-        (theirs, "mine", "it has only adapters; resume it with trainer.engine=megatron"),
+        (engine(other), "theirs", rf"has adapters of {folder} with the weights .*, and this run trains adapters of"),
+        (fsdp2(other), "mine", rf"has adapters of {folder} with the weights .*, and this run trains adapters of"),
+        (engine(folder, lora=wide), "theirs", r"lora_\w\.weight has shape .*, this model needs"),
+        (fsdp2(folder, lora=wide), "mine", r"lora_\w\.weight has shape .*, this model needs"),
+        (engine(folder, lora=few), "theirs", "is of another model: it has .* tensors that this model lacks"),
+        (fsdp2(folder, lora=few), "mine", "is of another model: it has .* tensors that this model lacks"),
+        (engine(folder, lora=LoRAConfig()), "theirs", r"this run trains whole models \(trainer\.lora\.rank=0\)"),
+        (fsdp2(folder, lora=LoRAConfig()), "mine", r"this run trains whole models \(trainer\.lora\.rank=0\)"),
     ):
+        before = {name: tensor.clone() for name, tensor in trainer.named_weights()}
         with pytest.raises(ValueError, match=why) as refused:
             trainer.load(tmp_path / name)
-        assert str(refused.value).startswith(f"checkpoint {tmp_path / name}: ") and "\n" not in str(refused.value)
+        assert str(refused.value).startswith(f"checkpoint {tmp_path / name}") and "\n" not in str(refused.value)
+        assert far(dict(trainer.named_weights()), before) == 0
 
 
 def test_routers_are_measured_only_where_they_are_trained(tmp_path: Path, world_of_one: None) -> None:

@@ -17,6 +17,7 @@ from hpcrl.algorithms.interface import Objective, Outputs
 from hpcrl.config import TrainerConfig
 from hpcrl.metrics.stats import Stats
 from hpcrl.rollout.batch import Batch, Norms
+from tests.contracts.test_train_engine import check_weights
 from tests.contracts.train import fsdp2, megatron
 from tests.engines.test_megatron import make, weights_of_all_shares, write
 from tests.engines.worlds import Weighted, make_batch, make_model_folder, norms_of, process_group, run_ranks
@@ -150,6 +151,7 @@ def check_fsdp2(folder: Path, wanted: tuple[dict[str, Tensor], dict[str, Tensor]
         assert_biases(engine, before)
         engine.train_step(batch, plan, Weighted(), norms_of(whole))
         assert_biases(engine, after)
+        check_weights(engine)
         state = write(engine, to / f"fsdp2.{dist.get_world_size()}.{number}")
         resumed = make_fsdp2(folder, **own)
         resumed.load(state)

@@ -33,6 +33,7 @@ pytestmark = pytest.mark.numerics
 ENGINES = ("fsdp2", "deepspeed", "megatron")
 LENGTHS = (9, 12, 5, 14, 7, 10)
 BIAS = "e_score_correction_bias"
+ADAPTERS = {"rank": 4, "alpha": 8.0, "rank_pattern": {"k_proj": 2}}
 
 
 class Case(NamedTuple):
@@ -80,8 +81,35 @@ CASES = {
         {"fsdp2": {"tensor_parallel": 2}, "deepspeed": {"zero_stage": 3}, "megatron": {}},
         trainer={"param_dtype": "bfloat16"},
     ),
+    "adapters": Case(
+        "qwen2",
+        {"fsdp2": {}, "deepspeed": {"zero_stage": 3}, "megatron": {"tensor_parallel": 2, "sequence_parallel": True}},
+        {"fsdp2": {"replicas": 2}, "deepspeed": {"zero_stage": 1}, "megatron": {"pipeline_parallel": 2}},
+        trainer={"lora": ADAPTERS},
+    ),
+    "adapters of a mixture": Case(
+        "qwen2_moe",
+        {"fsdp2": {"context_parallel": 2}, "deepspeed": {"zero_stage": 2}, "megatron": {"expert_parallel": 2}},
+        {
+            "fsdp2": {},
+            "deepspeed": {"zero_stage": 3},
+            "megatron": {"tensor_parallel": 2, "sequence_parallel": True},
+        },
+        trainer={"lora": ADAPTERS},
+    ),
+    "adapters in bfloat16": Case(
+        "glm4_moe",
+        {"fsdp2": {}, "deepspeed": {"zero_stage": 1}, "megatron": {"expert_parallel": 2}},
+        {
+            "fsdp2": {"context_parallel": 2},
+            "deepspeed": {"zero_stage": 3},
+            "megatron": {"distributed_optimizer": False},
+        },
+        {"moe_intermediate_size": 16},
+        {"param_dtype": "bfloat16", "lora": ADAPTERS},
+    ),
 }
-LONG = ("biases of routers", "bfloat16")
+LONG = ("biases of routers", "bfloat16", "adapters of a mixture", "adapters in bfloat16")
 
 
 def make(

@@ -52,16 +52,20 @@ def restore(
     base: Base | None = None,
     names: Collection[str] | None = None,
     of_other_engine: bool = False,
+    earlier: Callable[[], str] | None = None,
 ) -> tuple[int, list[str]]:
     """Restore a checkpoint, which any number of ranks has written, with load_tensors(). Returns (optimizer step,
     warnings). `names` has all weights if load_tensors() would not detect that the checkpoint has more. The random state
-    `of_other_engine` is not restored. Collective. ValueError on every rank if the folder is not a trainer's checkpoint,
-    is damaged, belongs to another model, or has adapters for another base."""
-    stored = agreed(lambda: readable(folder, lambda: _facts(folder, base)))
+    `of_other_engine` is not restored. `earlier` computes the base's fingerprint in earlier versions, which the
+    checkpoint may have, too. Collective. ValueError on every rank if the folder is not a trainer's
+    checkpoint, is damaged, belongs to another model, or has adapters for another base."""
+    step, num_ranks, saved = agreed(lambda: readable(folder, lambda: _facts(folder)))
+    if saved and base and earlier and saved.fingerprint != base.fingerprint and saved.fingerprint == earlier():
+        base = saved
+    agreed(lambda: _require_base(folder, saved, base))
     if names is not None:
         agreed(lambda: readable(folder, lambda: _require_weights(folder, names)))
     agreed(lambda: readable(folder, load_tensors))
-    step, num_ranks = stored["optimizer_step"], stored["num_ranks"]
     if of_other_engine:
         return step, [
             f"checkpoint {folder} was written by another training engine: weights and optimizer are taken over, random "
@@ -77,14 +81,18 @@ def restore(
     return step, []
 
 
-def _facts(folder: Path, base: Base | None) -> dict[str, Any]:
+def _facts(folder: Path) -> tuple[int, int, Base | None]:
+    """(optimizer step, number of ranks, base of adapters)."""
     if not (folder / FACTS).is_file():
         raise ValueError(f"checkpoint {folder}: no {FACTS}; this is not a trainer's checkpoint")
     stored = json.loads((folder / FACTS).read_text())
-    saved = Base(**stored["base"]) if "base" in stored else None
+    base = Base(**stored["base"]) if "base" in stored else None
+    return int(stored["optimizer_step"]), int(stored["num_ranks"]), base
+
+
+def _require_base(folder: Path, saved: Base | None, base: Base | None) -> None:
     if (saved and saved.fingerprint) != (base and base.fingerprint):
         raise ValueError(f"checkpoint {folder} has {_contents(saved)}, and this run trains {_contents(base)}")
-    return {"optimizer_step": int(stored["optimizer_step"]), "num_ranks": int(stored["num_ranks"])}
 
 
 def _contents(base: Base | None) -> str:

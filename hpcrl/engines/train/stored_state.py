@@ -1,5 +1,5 @@
 """A trainer's state in a checkpoint under transformers' names, whichever engine has written it: weights, and AdamW's
-moments.
+moments; of a run with adapters, only theirs.
 
 fsdp2 and deepspeed write these names; Megatron's tensors are read through its table of names. So an engine resumes from
 another engine's checkpoint directly, and each rank reads slices.
@@ -21,7 +21,7 @@ from hpcrl.spec.weight_layout import TensorSlice
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 WEIGHTS, STATE = "model.hf.", "optimizer.state.hf."
-MEGATRON = "hpcrl.engines.train.megatron.stored:MegatronState"
+MEGATRON = "hpcrl.engines.train.megatron.stored:stored_state"
 TORCH_DIST = "metadata.json"
 """The file that only Megatron's format has."""
 

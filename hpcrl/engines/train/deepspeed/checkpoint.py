@@ -3,7 +3,7 @@ It can be read by another number of ranks, another ZeRO stage, and other engines
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -22,10 +22,18 @@ from hpcrl.spec.weight_layout import full_slice
 class ZeroCheckpoints:
     """The weights, moments and step counters of a model, gathered one parameter at a time."""
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, model_path: Path, base: Base | None = None):
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        model_path: Path,
+        base: Base | None = None,
+        earlier: Callable[[], str] | None = None,
+    ):
         """`model_path` is the folder of the initial model. `base` identifies the frozen weights, if only adapters are
-        saved. Other frozen weights and buffers are saved, too."""
-        self._model, self._model_path, self._base = model, model_path, base
+        saved, and `earlier` computes their fingerprint in earlier versions. Other frozen weights and buffers are
+        saved, too."""
+        self._model, self._model_path, self._base, self._earlier = model, model_path, base, earlier
         self._optimizer = optimizer
         self._layout: Layout | None = None
 
@@ -55,7 +63,13 @@ class ZeroCheckpoints:
         """Restore a checkpoint; returns (optimizer step, warnings). One rank reads a tensor, and broadcasts it.
         Collective. ValueError on every rank if a rank cannot read them, or for another model."""
         others = is_megatron(folder)
-        step, warned = restore(folder, lambda: self._load_tensors(folder), self._base, of_other_engine=others)
+        step, warned = restore(
+            folder,
+            lambda: self._load_tensors(folder),
+            self._base,
+            of_other_engine=others,
+            earlier=self._earlier,
+        )
         for state in self._optimizer.state.values():
             state["step"].fill_(step)
         return step, warned

@@ -124,12 +124,18 @@ class ZeroEngine(FSDP2Engine):
     def _make_snapshots(self) -> ZeroCheckpoints | None:
         if self.optimizer is None:
             return None
-        return ZeroCheckpoints(self.module, self.optimizer, self.model_path, self._base)
+        return ZeroCheckpoints(self.module, self.optimizer, self.model_path, self._base, self._earlier_fingerprint)
 
     def _fingerprint(self) -> str:
-        frozen = self.weights.frozen_names
-        layout = self._layout(dict.fromkeys(frozen, self.compute_dtype))
-        return fingerprint(layout, (zero.full_tensor(self.weights[name], self.compute_dtype) for name in frozen))
+        return self._fingerprint_in({name: self.weights[name].dtype for name in self.weights.frozen_names})
+
+    def _earlier_fingerprint(self) -> str:
+        """See FSDP2Engine. They converted buffers, such as routers' biases."""
+        return self._fingerprint_in(dict.fromkeys(self.weights.frozen_names, self.compute_dtype))
+
+    def _fingerprint_in(self, dtypes: Mapping[str, torch.dtype]) -> str:
+        tensors = (zero.full_tensor(self.weights[name], dtype) for name, dtype in dtypes.items())
+        return fingerprint(self._layout(dtypes), tensors)
 
     def _reshard(self) -> None:
         """DeepSpeed frees gathered parameters itself."""

@@ -105,11 +105,12 @@ class Snapshots:
         whole: Whole,
         model_path: Path,
         base: Base | None = None,
+        earlier: Callable[[], str] | None = None,
     ):
         """`model_path` is the folder of the initial model; `base` identifies the frozen weights, if only adapters are
-        saved."""
+        saved, and `earlier` computes their fingerprint in earlier versions."""
         self._model, self._optimizer, self._whole = model, optimizer, whole
-        self._model_path, self._base = model_path, base
+        self._model_path, self._base, self._earlier = model_path, base, earlier
         self._laid_out: list[tuple[str, torch.Size, torch.dtype]] = []
         self._layout = Layout(copies=False)
 
@@ -145,7 +146,7 @@ class Snapshots:
 
         tensors = _tensors(self._model, self._optimizer, self._whole)
         if not is_megatron(folder):
-            return restore(folder, load_tensors, self._base, tensors.keys())
+            return restore(folder, load_tensors, self._base, tensors.keys(), earlier=self._earlier)
         step, warned = restore(
             folder, lambda: _read_named(folder, self._model_path, tensors), self._base, of_other_engine=True
         )

@@ -238,6 +238,10 @@ class FSDP2Engine:
     def _fingerprint(self) -> str:
         return self.weights.fingerprint()
 
+    def _earlier_fingerprint(self) -> str:
+        """The fingerprint of earlier versions. Collective."""
+        return self.weights.fingerprint(earlier=True)
+
     def _split_dim(self, name: str) -> int | None:
         """The dimension along which tensor parallelism splits a parameter, or None."""
         plan = self.tensor_parallel_plan
@@ -318,7 +322,14 @@ class FSDP2Engine:
         return idle_parameters(self, model) if decays else frozenset()
 
     def _make_snapshots(self) -> Any:
-        return checkpoint.Snapshots(self.model, self.optimizer, self._as_part_of_whole, self.model_path, self._base)
+        return checkpoint.Snapshots(
+            self.model,
+            self.optimizer,
+            self._as_part_of_whole,
+            self.model_path,
+            self._base,
+            self._earlier_fingerprint,
+        )
 
     # ---- forward
 

@@ -55,11 +55,12 @@ class NamedWeights:
         """The trained parameters, sharded or gathered."""
         return ((name, self[name]) for name in self.names)
 
-    def fingerprint(self) -> str:
-        """A hash of the frozen weights' bits, equal for any number of ranks. Collective."""
+    def fingerprint(self, earlier: bool = False) -> str:
+        """A hash of the frozen weights' bits, equal for any number of ranks. With `earlier`, that of earlier versions,
+        which took buffers for split, so that it depended on the ranks. Collective."""
         frozen = self.frozen_names
         shards = (local(self[name]).detach() for name in frozen)
-        return fingerprint(self._layout(frozen), (shard for shard in shards if shard.numel()))
+        return fingerprint(self._layout(frozen, earlier), (shard for shard in shards if shard.numel()))
 
     @property
     def frozen_names(self) -> list[str]:
@@ -77,11 +78,15 @@ class NamedWeights:
             return held
         return msgspec.structs.replace(held, dtype=str(dtype).removeprefix("torch."), frozen=False)
 
-    def _layout(self, names: Sequence[str]) -> list[TensorShards]:
+    def _layout(self, names: Sequence[str], buffers_split: bool = False) -> list[TensorShards]:
         found = []
         for name in names:
             tensor = self[name]
             dim, shape = self.split_dims.get(name), list(tensor.shape)
+            if not isinstance(tensor, nn.Parameter) and not (buffers_split and shape):  # every rank has the whole
+                kind = str(tensor.dtype).removeprefix("torch.")
+                found.append(TensorShards.unsharded(name, kind, shape, range(self._mesh.size)))
+                continue
             if dim is not None:
                 shape[dim] *= self._mesh.num_parts
             shards = self._mesh.shards_of(name, str(tensor.dtype).removeprefix("torch."), shape, dim)

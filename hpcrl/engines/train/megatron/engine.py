@@ -447,11 +447,8 @@ class MegatronEngine:
         others = not is_megatron(path)
 
         def read() -> None:
-            if others and self.lora is not None:
-                text = "its adapters are in another engine's format; resume it with the trainer.engine that wrote it"
-                raise ValueError(f"checkpoint {path}: {text}")
             if others:
-                checkpoint.read_named(path, self.weights, optimizer, self.model_path)
+                checkpoint.read_named(path, self.published, optimizer, self.model_path)
             else:
                 checkpoint.read(path, self.chunks, optimizer, names)
 

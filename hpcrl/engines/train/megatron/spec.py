@@ -169,6 +169,7 @@ SPEC = TrainEngineSpec(
     deterministic=True,
     float32_head=True,
     exchanges_state=True,
+    exchanges_adapters=True,
     lora=True,
     freezes=True,
     router_replay=True,

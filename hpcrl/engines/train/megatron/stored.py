@@ -187,17 +187,47 @@ def inside_layer(name: str) -> str:
     return match[2]
 
 
+def stored_state(folder: Path, config: Mapping[str, Any]) -> AdaptersState | MegatronState:
+    """The state in a folder that a Megatron trainer has written: of adapters, or of the whole model in config.json.
+    ValueError if it is damaged, or does not match config.json."""
+    checkpoint = ShardedCheckpoint(folder)
+    has_adapters = any(is_adapter(name) for name in checkpoint.tensors)
+    return AdaptersState(checkpoint) if has_adapters else MegatronState(checkpoint, config)
+
+
+class AdaptersState:
+    """See StoredState (hpcrl.engines.train.stored_state). Adapters are stored under transformers' names. Weights are
+    the optimizer's fp32 copies, where it has them."""
+
+    def __init__(self, checkpoint: ShardedCheckpoint):
+        self._checkpoint = checkpoint
+        self.shapes: Mapping[str, tuple[int, ...]] = {
+            name: tensor.shape for name, tensor in checkpoint.tensors.items() if not name.startswith(STATE)
+        }
+
+    def has(self, name: str, key: str) -> bool:
+        """See StoredState."""
+        return (f"{STATE}{key}.{name}" if key else name) in self._checkpoint.tensors
+
+    def read(self, name: str, key: str, tensor_slice: TensorSlice) -> Tensor:
+        """See StoredState."""
+        state = key or (MASTER_KEY if self.has(name, MASTER_KEY) else "")
+        return self._checkpoint.read(f"{STATE}{state}.{name}" if state else name, tensor_slice)
+
+    def close(self) -> None:
+        """See StoredState."""
+        self._checkpoint.close()
+
+
 class MegatronState:
     """See StoredState (hpcrl.engines.train.stored_state). Weights are the optimizer's fp32 copies, where it has them.
     ValueError if the checkpoint does not match config.json."""
 
-    def __init__(self, folder: Path, config: Mapping[str, Any]):
-        self._checkpoint = ShardedCheckpoint(folder)
-        if any(is_adapter(name) for name in self._checkpoint.tensors):
-            raise ValueError(f"checkpoint {folder}: it has only adapters; resume it with trainer.engine=megatron")
-        if megatron_prefix(self._checkpoint) != "":
-            raise ValueError(f"checkpoint {folder}: no {EMBEDDING}; this is not a trainer's checkpoint")
-        self._weights = MegatronWeights(self._checkpoint, config, stacked=True)
+    def __init__(self, checkpoint: ShardedCheckpoint, config: Mapping[str, Any]):
+        self._checkpoint = checkpoint
+        if megatron_prefix(checkpoint) != "":
+            raise ValueError(f"checkpoint {checkpoint.folder}: no {EMBEDDING}; this is not a trainer's checkpoint")
+        self._weights = MegatronWeights(checkpoint, config, stacked=True)
         self.shapes: Mapping[str, tuple[int, ...]] = self._weights.shapes
 
     def has(self, name: str, key: str) -> bool:

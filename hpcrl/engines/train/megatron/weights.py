@@ -210,10 +210,11 @@ class HFWeights:
     # ---- reading
 
     def held(self) -> Iterator[tuple[Entry, Tensor]]:
-        """This rank's parameters and routers' biases, with the second copy of a tied embedding."""
+        """This rank's parameters and routers' biases, with the second copy of a tied embedding; or its adapters."""
         for chunk, layers in zip(self._chunks, self.layers_of_chunks, strict=True):
             for name, tensor in state_of(chunk):
-                yield self.find(self.table, name, layers[0] if layers else 0), tensor
+                if is_adapter(name) == (self._adapters is not None):
+                    yield self.find(self.table, name, layers[0] if layers else 0), tensor
 
     @torch.no_grad()
     def read(self, folder: Path) -> None:
