@@ -14,7 +14,7 @@ from hpcrl.config import Config
 from hpcrl.models.shape import ModelShape
 from hpcrl.models.tower import Tower
 from hpcrl.planner.image_memory import image_tokens_of_row, tower_activations, tower_forward
-from hpcrl.planner.layer_memory import LayerMemory, measured_layers
+from hpcrl.planner.layer_memory import Flow, LayerMemory, measured_layers
 from hpcrl.planner.memory_parts import BYTES, PlanRow, has_gpus
 
 FP32 = 4
@@ -22,6 +22,8 @@ INDEX = 8
 """Bytes of a position or token id."""
 QUERY_BLOCK = 256
 """Equal to the block size in engines/blocked_attention.py."""
+MASKED_PAIRS = 1 << 24
+"""Equal to MAX_MASKED in engines/train/fsdp2/packed_attention.py."""
 LOGITS_BLOCK = 1 << 24
 """Maximum logits in a trainer's softmax, and numbers of the vocabulary matrix that it converts at once (BLOCK_NUMBERS
 in engines/train/fsdp2/logits.py)."""
@@ -60,7 +62,7 @@ def fsdp2_activations(shape: ModelShape, tokens: Tokens, num_bytes: int, checkpo
     activation checkpointing, each layer keeps only its input. gpu: whether layers are computed on one, here and
     below."""
     hidden = shape.hidden_size
-    outside = positions_bytes(shape, tokens, num_bytes)
+    outside = positions_bytes(shape, tokens, num_bytes, gpu)
     outside += tokens.total * norm_bytes(shape, hidden, num_bytes)
     outside += tokens.predicted * (hidden * num_bytes + INDEX + 2 * FP32)
     outside += tower_activations(shape.tower, tokens.of_images, num_bytes, checkpointing)
@@ -69,9 +71,21 @@ def fsdp2_activations(shape: ModelShape, tokens: Tokens, num_bytes: int, checkpo
     return outside + sum(layer_bytes(shape, layer, tokens, num_bytes, gpu) for layer in range(shape.num_layers))
 
 
-def positions_bytes(shape: ModelShape, tokens: Tokens, num_bytes: int) -> int:
-    """Bytes of cosines, sines and token ids, which the whole backward pass needs."""
-    return tokens.total * (2 * shape.head_dim * num_bytes + INDEX)
+def positions_bytes(shape: ModelShape, tokens: Tokens, num_bytes: int, gpu: bool = True) -> int:
+    """Bytes of cosines, sines, token ids and masks, which the whole backward pass needs."""
+    ids = tokens.total * INDEX + (0 if gpu else masks_bytes(shape, tokens, num_bytes))
+    if memory := measured(shape, tokens, num_bytes, gpu):
+        return ids + tokens.of_rows(sum(layer.rotations for layer in memory))
+    return ids + tokens.total * 2 * shape.head_dim * num_bytes
+
+
+def masks_bytes(shape: ModelShape, tokens: Tokens, num_bytes: int) -> int:
+    """Bytes of the masks for rows that share their first token, which attention without a kernel for sequences of
+    different lengths makes once in each micro-batch: one for the layers with a window, and one for the others."""
+    rows = max(1, tokens.total // tokens.longest)
+    pairs = min((rows - 1) * (tokens.longest - 1) * tokens.longest, MASKED_PAIRS)
+    kinds = 2 if shape.decoder.windows == "by layer" and not shape.decoder.window_switch else 1
+    return pairs * kinds * num_bytes * shape.attends
 
 
 def measured(shape: ModelShape, tokens: Tokens, num_bytes: int, gpu: bool = True) -> tuple[LayerMemory, ...]:
@@ -89,12 +103,27 @@ def unmeasured(config: Config, shape: ModelShape) -> Iterator[PlanRow]:
         yield "", f"note: layers of {name} did not run on the meta device; memory is that of Llama-like layers"
 
 
-def flowing_bytes(shape: ModelShape, layer: int, tokens: Tokens, num_bytes: int, gpu: bool = True) -> int:
-    """Bytes of the gradients in a layer's backward pass: of its result, and of two of its widest tensors; or what is
-    measured beyond layer_bytes()."""
+def flows(shape: ModelShape, layer: int, tokens: Tokens, num_bytes: int, gpu: bool = True) -> list[Flow]:
+    """The moments of a layer's backward pass, with all bytes of the layer; or one, with the gradients of its result and
+    of two of its widest tensors beside what it keeps, and all of its parameters' gradients."""
     if memory := measured(shape, tokens, num_bytes, gpu):
-        return tokens.of_rows(max(0, memory[layer].computing - memory[layer].kept))
-    return tokens.total * (shape.hidden_size + 2 * _widest(shape)) * num_bytes
+        return [flow._replace(num_bytes=tokens.of_rows(flow.num_bytes)) for flow in memory[layer].flows]
+    flowing = tokens.total * (shape.hidden_size + 2 * _widest(shape)) * num_bytes
+    return [Flow(layer_bytes(shape, layer, tokens, num_bytes, gpu) + flowing, 1.0, None)]
+
+
+def computing_bytes(shape: ModelShape, layer: int, tokens: Tokens, num_bytes: int, gpu: bool = True) -> int:
+    """The most bytes of a layer in the forward pass of which autograd keeps something, without its input; 0 if this is
+    not more than in its backward pass."""
+    memory = measured(shape, tokens, num_bytes, gpu)
+    return tokens.of_rows(memory[layer].computing) if memory else 0
+
+
+def own_input_bytes(shape: ModelShape, layer: int, tokens: Tokens, num_bytes: int, gpu: bool = True) -> int:
+    """Bytes of a layer's input if autograd keeps it: RMSNorm does, if this is its input in fp32."""
+    if memory := measured(shape, tokens, num_bytes, gpu):
+        return tokens.of_rows(memory[layer].own_input)
+    return tokens.total * shape.hidden_size * FP32 if num_bytes == FP32 else 0
 
 
 def recomputed_scores(shape: ModelShape, tokens: Tokens) -> int:

@@ -55,6 +55,7 @@ def generator_parts(
     converted = bool(generator.head_dtype) and num_bytes != FP32 and not on_gpu
     head = shape.vocab_size * shape.hidden_size * FP32 // tensor if converted else 0
     kept, computed = _images(config, shape, prompt)
+    prefill, decoding = prompt * prefill_width(shape) * num_bytes // tensor, _decoding(config, shape)
     return [
         Part("generator", "weights", weights, resident),
         Part("generator", "sleeping weights", weights * bool(away), away, on_host=True),
@@ -63,7 +64,7 @@ def generator_parts(
         Part("generator", "KV cache", cache, cached, least=least),
         Part("generator", "features of images", feature_bytes(shape.tower, kept, num_bytes), cached),
         Part("generator", "vision tower", tower_forward(shape.tower, computed, num_bytes), ("generate",)),
-        Part("generator", "prefill", prompt * prefill_width(shape) * num_bytes // tensor, ("generate",)),
+        Part("generator", "prefill" if prefill > decoding else "all experts", max(prefill, decoding), ("generate",)),
         Part("generator", "logits", logits, ("generate",)),
     ]
 
@@ -153,6 +154,13 @@ def _cache(config: Config, shape: ModelShape) -> tuple[int, int | None]:
         found: tuple[int, int | None] = load(path, f"the plan of generator.engine={engine}")(config, shape)
         return found
     return paged_cache(config, shape)[0], None
+
+
+def _decoding(config: Config, shape: ModelShape) -> int:
+    """Bytes of a layer's products while the engine decodes, if they can be more than those of a prefill."""
+    if not (path := GEN_ENGINES[config.gen_engine].decoding_plan):
+        return 0
+    return int(load(path, f"the plan of generator.engine={config.gen_engine}")(config, shape))
 
 
 def rollout_transfer_parts(

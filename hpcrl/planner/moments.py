@@ -8,7 +8,7 @@ after a layer, its activations are freed and its parameters' gradients are compl
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from hpcrl.config import Config
@@ -17,11 +17,13 @@ from hpcrl.planner.activations import (
     FP32,
     INDEX,
     Tokens,
-    flowing_bytes,
+    computing_bytes,
+    flows,
     forward_logits_bytes,
     fsdp2_activations,
     layer_bytes,
     logits_bytes,
+    own_input_bytes,
     positions_bytes,
     recomputed_scores,
 )
@@ -49,12 +51,17 @@ class Moment:
 
     Args:
         unit: The layer or block of the backward pass; None in the forward pass, and for norm and head.
-        at: "end" if the unit has just finished its backward pass, "reduced" if also its gradients are reduced.
+        at: "end" if the unit has just finished its backward pass, "reduced" if also its gradients are reduced;
+            "embedding" if the embedding, or a larger one beside it, has just got its gradient.
+        complete: In a unit's backward pass, the share of its parameters' gradients that is complete.
+        adding: The share that exists beside them before it is added to sums; None: the largest parameter's.
     """
 
     unit: Unit | None
-    at: Literal["forward", "backward", "end", "reduced"]
+    at: Literal["forward", "backward", "end", "reduced", "embedding"]
     parts: dict[str, int] = field(default_factory=dict)
+    complete: float = 1.0
+    adding: float | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -103,17 +110,28 @@ def moments(
     scores = {"recomputed scores": recomputed_scores(shape, tokens)}
     whole = [layer_bytes(shape, layer, tokens, num_bytes, gpu) + beside.layer for layer in range(shape.num_layers)]
     kept = [hidden * num_bytes] * shape.num_layers if checkpointing else whole
-    outside += positions_bytes(shape, tokens, num_bytes)
+    outside += positions_bytes(shape, tokens, num_bytes, gpu)
     outside += tower_activations(tower, images, num_bytes, checkpointing)
     left = outside + sum(kept)
-    shared = hidden * FP32 if num_bytes == FP32 else 0  # RMSNorm's input in fp32 is the layer's
     for layer in reversed(range(shape.num_layers)):
-        flowing = flowing_bytes(shape, layer, tokens, num_bytes, gpu)
-        parts = _computing(left, whole[layer] - shared, flowing, checkpointing)
-        yield Moment(("layer", layer), "backward", parts | scores)
+        sizes = (shape, layer, tokens, num_bytes, gpu)
+        own_input, computing, unit = own_input_bytes(*sizes), computing_bytes(*sizes), ("layer", layer)
+        below = left - (own_input if checkpointing else whole[layer])  # for a moment without the layer
+        # Beside them in a forward pass: the layer's input, or in a recomputation its result's gradient.
+        first = {"activations": below + own_input, "recomputed layer": computing + hidden * num_bytes}
+        if checkpointing:
+            yield Moment(unit, "backward", first, complete=0.0, adding=0.0)
+        else:
+            yield Moment(None, "forward", {"activations": below + computing + hidden * num_bytes})
+        for flow in flows(*sizes):
+            parts = {"activations": below, "recomputed layer": flow.num_bytes + beside.layer}
+            if not checkpointing:
+                parts = {"activations": sum(parts.values())}
+            yield Moment(unit, "backward", parts | scores, flow.complete, flow.adding)
         left -= kept[layer]
-        yield Moment(("layer", layer), "end", {"activations": left + hidden * num_bytes})
+        yield Moment(unit, "end", {"activations": left + hidden * num_bytes})
     if tower is None:
+        yield Moment(None, "embedding", {"activations": outside + hidden * num_bytes})
         return
     of_block = kept_of_block(tower, images, num_bytes, checkpointing)
     recomputed, flowing = recomputed_block(tower, images, num_bytes), flowing_in_block(tower, images, num_bytes)
@@ -137,5 +155,5 @@ def _computing(kept: int, recomputed: int, flowing: int, checkpointing: bool) ->
 
 def fullest(found: Iterator[Moment], others: Callable[[Moment], dict[str, int]] | None = None) -> list[Part]:
     """The parts at the moment with the most bytes. `others` gives further parts at a moment."""
-    all_parts = (Moment(each.unit, each.at, each.parts | (others(each) if others else {})) for each in found)
+    all_parts = (replace(each, parts=each.parts | (others(each) if others else {})) for each in found)
     return max(all_parts, key=lambda moment: moment.num_bytes).as_parts()

@@ -219,6 +219,9 @@ class GenEngineSpec(Spec):
     plan: str = ""
     """`module:NAME` of cache(config, shape) -> (bytes of the KV cache with all slots in use, minimum bytes with which
     it can run, or None); empty: the plan assumes the full length for each slot."""
+    decoding_plan: str = ""
+    """`module:NAME` of bytes(config, shape) -> bytes of a layer's products while it decodes, if these can be more than
+    those of a prefill."""
     memory_share: Callable[[Any], float] = lambda config: 1.0
     """Maximum share of a GPU's memory for its weights, its working memory and its KV cache together."""
     check_sizes: str = ""

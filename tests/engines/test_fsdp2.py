@@ -33,6 +33,7 @@ from hpcrl.engines.train.training_engine import check_segments
 from hpcrl.rollout.batch import Batch
 from hpcrl.system.files import is_storage_error
 from tests.checkpoint.writing import write_files
+from tests.engines.architectures import make_folder
 from tests.engines.worlds import (
     FAMILIES,
     Weighted,
@@ -623,3 +624,20 @@ def test_tensors_sharded_by_rows_are_gathered_whole() -> None:
         for got in copies.values():
             for tensor, expected in zip(got, _tensors(), strict=True):
                 assert tensor.dtype == torch.bfloat16 and torch.equal(tensor, expected.bfloat16())
+
+
+def test_parameters_without_gradients_do_not_disturb_sums_of_micro_batches(tmp_path: Path, world_of_one: None) -> None:
+    """ERNIE's routers have trained biases that get no gradient; sums are in float32, other gradients in bfloat16."""
+    folder, batch = make_folder("ernie4_5_moe", tmp_path / "model"), make_batch([12, 9, 17])
+    found = []
+    for plan in ([[0, 1, 2]], [[0], [1], [2]]):
+        config = TrainerConfig(lr=1e-3, param_dtype="bfloat16")
+        trainer = FSDP2Engine(config, folder, dtype=torch.float32, total_steps=10)
+        trainer.accumulate(batch, plan, Weighted(), norms_of(batch))
+        gradients = {n: p.grad.full_tensor() for n, p in trainer.model.named_parameters() if p.grad is not None}
+        found.append(gradients)
+    assert found[0].keys() == found[1].keys()
+    idle = {name for name, gradient in found[1].items() if not gradient.any()}
+    assert idle and all(name.endswith("e_score_correction_bias") for name in idle)
+    for name, gradient in found[0].items():
+        assert (found[1][name] - gradient).norm() <= 0.1 * gradient.norm() + 1e-9, name

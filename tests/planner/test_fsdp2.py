@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from hpcrl.config import parse
 from hpcrl.engines import blocked_attention
-from hpcrl.engines.train.fsdp2 import engine, gathered, logits
+from hpcrl.engines.train.fsdp2 import engine, gathered, logits, packed_attention
 from hpcrl.engines.train.fsdp2 import memory as fsdp2
 from hpcrl.engines.train.fsdp2.exchange import Axis
 from hpcrl.engines.train.fsdp2.row_mixers import mixers_of
@@ -19,7 +20,7 @@ from hpcrl.launch.model_folder import inspect_model
 from hpcrl.models.families import read_shape
 from hpcrl.models.from_transformers import empty_model, source_of
 from hpcrl.models.shape import ModelShape
-from hpcrl.planner import activations
+from hpcrl.planner import activations, layer_memory
 from hpcrl.planner.activations import Tokens, fsdp2_activations, unmeasured
 from hpcrl.planner.layer_memory import LayerMemory, measured_layers
 from hpcrl.planner.traffic import StepWork
@@ -55,6 +56,8 @@ def planned_parts(folder: Path, dtype: str, num_ranks: int, **changes: Any) -> d
 def test_planned_constants_match_the_engine() -> None:
     assert engine.SMALL_MODEL_BYTES == gathered.SMALL_MODEL_BYTES and logits.BLOCK_NUMBERS == activations.LOGITS_BLOCK
     assert blocked_attention.QUERY_BLOCK == activations.QUERY_BLOCK
+    assert blocked_attention.SINK_COLUMNS == layer_memory.SINK_COLUMNS
+    assert packed_attention.MAX_MASKED == activations.MASKED_PAIRS
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -221,7 +224,7 @@ def test_a_step_on_two_ranks_needs_no_more_memory_than_planned(
 def test_the_plan_says_when_formulas_stand_for_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     config = parse({})
     shape = read_shape(published("seed_oss", 5120, 1, 80, 8, 27648, 155136, head_dim=128))
-    monkeypatch.setattr(activations, "measured_layers", lambda *_: (LayerMemory(1, 2, 1),))
+    monkeypatch.setattr(activations, "measured_layers", lambda *_: (LayerMemory(1, 0, 2, 1, ()),))
     assert list(unmeasured(config, shape)) == []
     monkeypatch.setattr(activations, "measured_layers", lambda *_: ())
     ((_, text),) = unmeasured(config, shape)
@@ -249,25 +252,26 @@ def test_a_step_of_a_measured_family_needs_no_more_memory_than_planned(
     assert 1.0 <= planned_peak(folder, 1, 8, 64, **own) / peak <= 1.1
 
 
+IN_SWEEP = """
+    deepseek_v2 deepseek_v3 falcon_h1 gemma4_text glm4_moe glm4_moe_lite gpt_oss granitemoehybrid hunyuan_v1_moe lfm2
+    lfm2_moe llama4_text minimax_m2 nemotron_h olmo3 qwen3_5_moe_text qwen3_5_text qwen3_next seed_oss
+"""
+SWEPT = product(IN_SWEEP.split(), ("float32", "bfloat16"), (False, True))
+"""Families, their dtype, and whether activations are recomputed."""
+
+
 @pytest.mark.parametrize(
     ("family", "compute", "checkpointing"),
     [
         pytest.param("gemma3_text", "float32", True, marks=pytest.mark.slow),
-        pytest.param("gemma3_text", "bfloat16", True, marks=pytest.mark.soak),
-        pytest.param("deepseek_v3", "float32", False, marks=pytest.mark.soak),
-        pytest.param("deepseek_v3", "float32", True, marks=pytest.mark.soak),
-        pytest.param("deepseek_v3", "bfloat16", False, marks=pytest.mark.soak),
-        pytest.param("deepseek_v2", "float32", False, marks=pytest.mark.soak),
-        pytest.param("deepseek_v2", "bfloat16", False, marks=pytest.mark.soak),
-        pytest.param("deepseek_v2", "bfloat16", True, marks=pytest.mark.soak),
-        pytest.param("qwen3_next", "float32", False, marks=pytest.mark.soak),
-        pytest.param("qwen3_next", "float32", True, marks=pytest.mark.soak),
+        *(pytest.param(*each, marks=pytest.mark.soak) for each in SWEPT),
     ],
 )
 def test_a_step_with_other_attention_or_recurrences_needs_no_more_memory_than_planned(
     family: str, compute: str, checkpointing: bool, tmp_path: Path, world_of_one: None
 ) -> None:
-    """Gemma 3's norms, scores of latent attention that CPUs keep, and recurrences over several rows are planned."""
+    """Planned are Gemma 3's norms, scores of latent attention that CPUs keep, copies of rows for recurrences, keys for
+    attention sinks, masks, and those gradients of parameters that exist at the layer's peak."""
     own = {"activation_checkpointing": checkpointing, "param_dtype": compute}
     folder = make_folder(family, tmp_path / family)
     peak = step_peak(folder, tmp_path, False, 8, 64, **own)

@@ -31,7 +31,9 @@ from hpcrl.planner.traffic import StepWork, total_bytes
 from hpcrl.planner.trainer import checkpoint_bytes, train_plan
 from hpcrl.spec.tables import GEN_ENGINES
 from hpcrl.spec.weight_layout import TensorShards, all_weights
+from tests.engines.architectures import make_folder
 from tests.engines.worlds import make_model_folder
+from tests.planner.measuring import peak_bytes
 from tests.planner.models import PUBLISHED
 from tests.planner.test_parallel import LARGEST, run_of
 
@@ -110,6 +112,23 @@ def test_the_native_engine_uses_no_more_memory_than_planned(lengths: tuple[int, 
     copied = 1 + 1 / shape.num_layers
     assert planned["KV cache"] / 2 < cache * copied <= planned["KV cache"]
     assert cache == engine._cache.capacity * 4 * generator.token_bytes(config, shape)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_products_with_all_experts_are_planned(family: str, tmp_path: Path) -> None:
+    """A mixture that decodes with deterministic=true computes all experts of each slot; gpt_oss clamps."""
+    folder = make_folder(family, tmp_path / family)
+    shape = read_shape(inspect_model(folder).config)
+    slots, settings = 40, {"generator": {"max_num_seqs": 40, "dtype": "float32"}, "data": {"max_prompt_tokens": 1}}
+    alone, plan = parse(settings), parse(settings | {"deterministic": True})
+    planned = {p.name: p.num_bytes for p in generator.generator_parts(plan, shape, (), ())}["all experts"]
+    assert "all experts" not in {p.name for p in generator.generator_parts(alone, shape, (), ())}
+    engine = native.NativeEngine(folder, max_num_seqs=slots, max_length=8, dtype=torch.float32, deterministic=True)
+    model, layer = engine._model, engine._weights.layers[-1]  # type: ignore[union-attr]
+    x, chosen = torch.randn(slots, shape.hidden_size), torch.zeros(slots, shape.experts_per_token, dtype=torch.int64)
+    with torch.no_grad():
+        peak = peak_bytes(lambda: model._of_all_experts(layer.mlp, x, chosen), tmp_path / "trace.json")
+    assert planned / 1.1 <= peak <= planned + 1024  # indices
 
 
 def test_a_cache_budget_of_the_native_engine_is_planned_or_refused() -> None:

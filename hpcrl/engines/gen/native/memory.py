@@ -1,4 +1,4 @@
-"""Memory of the native engine's KV cache."""
+"""Memory of the native engine's KV cache, and of its products with all experts."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from hpcrl.config import Config
 from hpcrl.engines.gen.native.spec import NativeConfig
 from hpcrl.models.shape import ModelShape
 from hpcrl.planner.generator import state_bytes, token_bytes, too_small_cache
+from hpcrl.planner.memory_parts import BYTES
 from hpcrl.spec.problems import Problem
 
 
@@ -20,6 +21,17 @@ def cache(config: Config, shape: ModelShape) -> tuple[int, None]:
         num_blocks = min(num_blocks, (budget - states) // one)
     layers = sum(cache.keys > 0 for cache in shape.caches) or shape.num_layers
     return num_blocks * one + num_blocks * one // layers + states, None
+
+
+def decoding(config: Config, shape: ModelShape) -> int:
+    """Bytes of the products with all experts in a decoding step with deterministic=true, 0 without: of each expert and
+    slot the gate and up values, with the inner values and the output or, if they are clamped, four of their parts."""
+    if not config.deterministic:
+        return 0
+    of_expert = 3 * shape.expert_size + shape.hidden_size
+    if shape.decoder.biased_experts:
+        of_expert = max(of_expert, 6 * shape.expert_size)
+    return config.generator.max_num_seqs * shape.num_experts * of_expert * BYTES[config.generator.dtype]
 
 
 def check(config: Config, shape: ModelShape) -> Iterator[Problem]:

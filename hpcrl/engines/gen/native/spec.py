@@ -49,6 +49,7 @@ SPEC = GenEngineSpec(
     resume_keys=("block_tokens", "kv_cache_gib"),
     check=_check,
     plan="hpcrl.engines.gen.native.memory:cache",
+    decoding_plan="hpcrl.engines.gen.native.memory:decoding",
     check_sizes="hpcrl.engines.gen.native.memory:check",
     families=NATIVE,
     media=frozenset({IMAGE}),

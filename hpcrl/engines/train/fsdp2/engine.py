@@ -49,7 +49,7 @@ from hpcrl.engines.train.fsdp2.probe import probe_packing
 from hpcrl.engines.train.fsdp2.replay import RouterReplay
 from hpcrl.engines.train.fsdp2.router_training import RouterTraining, is_trained
 from hpcrl.engines.train.fsdp2.routers import ObservedRouter, RouterTable, named_routers, router_table
-from hpcrl.engines.train.fsdp2.sharding import shard
+from hpcrl.engines.train.fsdp2.sharding import shard, zeros_for_missing_sums
 from hpcrl.engines.train.fsdp2.spec import SPEC, FSDP2Config
 from hpcrl.engines.train.fsdp2.tensor_parallel import TensorParallel
 from hpcrl.engines.train.fsdp2.trial import idle_parameters, try_architecture
@@ -486,6 +486,8 @@ class FSDP2Engine:
         for number, rows in enumerate(split):
             if self.sharded:
                 self._prepare_backward(is_last=number == len(split) - 1)
+                if self.keep_gathered and 0 < number == len(split) - 1:
+                    zeros_for_missing_sums(self.model)
             with self._dropping(number):
                 collected += self._train_on(batch.select(rows), objective, norms)
         while self._sums:

@@ -6,8 +6,10 @@ copies a layer's gradients in fp32 into a buffer, which it keeps until the next 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 from hpcrl.config import Config
 from hpcrl.engines.train.fsdp2.spec import FSDP2Config, is_unsharded
@@ -144,12 +146,14 @@ class GatheredState:
     def _reducing(self, moment: Moment) -> int:
         """Bytes of gradients by layer: outside the layers until the end; of the layer; and of the buffer in which they,
         or the previous layer's, are reduced."""
+        if moment.at == "embedding":
+            return self._outside * self.num_bytes + self._size(self._units[-1], True) * FP32
         if (unit := moment.unit) is None:
             return self._joins * self.num_bytes * (moment.at == "backward")
         waiting = self._finished_outside(unit) * self.num_bytes
         own = self._size(unit, True)
         if moment.at == "backward":  # before the layer has gradients, gloo has a copy of the next layer's weights
-            most = max(own, self._size(self._next(unit)) * self.gloo)
+            most = max(self._existing(moment), self._size(self._next(unit)) * self.gloo)
             return waiting + self._size(self._previous(unit), True) * FP32 + most * self.num_bytes
         if moment.at == "reduced":
             return waiting + own * FP32
@@ -160,24 +164,49 @@ class GatheredState:
         copies = self.gloo or self.num_shards == 1
         return -(-numbers // self.num_shards) * FP32 + numbers * FP32 * copies
 
+    @cached_property
+    def _before(self) -> dict[Unit, int]:
+        """Trained numbers of the units before each one in the backward pass."""
+        sizes = accumulate((self._size(unit, True) for unit in self._units), initial=0)
+        return dict(zip(self._units, sizes, strict=False))
+
+    def _is_measured(self, moment: Moment) -> bool:
+        """Whether the moment's shares are those of this rank: all of the unit's parameters are trained."""
+        return moment.adding is not None and self._size(moment.unit) == self._size(moment.unit, True)
+
+    def _adding(self, moment: Moment) -> int:
+        """Numbers of a unit's gradients that are computed, and not complete."""
+        if moment.adding is None or not self._is_measured(moment):
+            return self._largest.get(moment.unit, 0)
+        return math.ceil(moment.adding * self._size(moment.unit))
+
+    def _existing(self, moment: Moment) -> int:
+        """Numbers of all of a unit's gradients that exist."""
+        if not self._is_measured(moment):
+            return self._size(moment.unit, True)
+        return math.ceil(moment.complete * self._size(moment.unit)) + self._adding(moment)
+
     def _unreduced(self, moment: Moment) -> int:
         """Bytes of all gradients if none is reduced: sums of previous micro-batches, and the gradients of this one,
         which in fp32 are added to the sums one by one."""
         if self.sums and (self.num_bytes == FP32 or self.unsharded):
             adding = 0
             if moment.unit is not None:
-                adding = self._largest.get(moment.unit, 0)
+                adding = self._adding(moment)
                 adding += self._head * self.learnt.tied  # added together with the embedding's
+            elif moment.at == "embedding":
+                adding = self._largest.get(None, 0)
             return self.learnt.num_parameters * FP32 + adding * self.num_bytes
         sums = self.learnt.num_parameters * FP32 * self.sums
-        units = self._units
+        if moment.at == "embedding":
+            return sums + self.learnt.num_parameters * self.num_bytes
         if (unit := moment.unit) is not None:
-            done, outside = units[: units.index(unit) + 1], self._finished_outside(unit)
+            finished = self._before[unit] + self._existing(moment) + self._finished_outside(unit)
         elif moment.at == "backward":  # of the policy's head and norm
-            done, outside = [each for each in units if self._is_mtp(each)], self._joins
+            finished = sum(self._size(each, True) for each in self._units if self._is_mtp(each)) + self._joins
         else:
             return sums
-        return sums + (sum(self._size(each, True) for each in done) + outside) * self.num_bytes
+        return sums + finished * self.num_bytes
 
     def reduction(self, shards: int) -> list[Part]:
         """Parts after the last backward pass. `shards` are the bytes of sharded gradients in the same memory."""

@@ -34,13 +34,14 @@ from hpcrl.engines.train.fsdp2.packed_attention import (
     sequences_are_known,
     visible_keys,
 )
-from hpcrl.engines.train.fsdp2.row_attention import is_row_attention, use_own_attention
+from hpcrl.engines.train.fsdp2.row_attention import use_own_attention
 from hpcrl.engines.train.fsdp2.row_mixers import RowMixers, mixers_of
 from hpcrl.engines.train.fsdp2.spec import unpackable
 from hpcrl.engines.train.fsdp2.tensor_parallel import TensorParallel
 from hpcrl.models.families import family_of
 from hpcrl.models.mtp import MTP
 from hpcrl.models.rope import rope_types
+from hpcrl.models.row_modules import is_row_attention
 from hpcrl.models.vision import BothWays
 from hpcrl.system.files import new_folder
 

@@ -8,32 +8,12 @@ a causal mask for each block of rows.
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hpcrl.engines.train.fsdp2.packed_attention import Reach
-from hpcrl.models.family import Family
-
-PARTS = ("indexer", "compressor")
-"""Attributes of attention modules that choose keys; None in layers that do not."""
-CHOSEN = "prev_topk_indices"
-"""The argument of modules that use an earlier layer's choice."""
-
-
-def chooses_keys(module: nn.Module) -> bool:
-    """Whether this is an attention module that chooses keys."""
-    given = inspect.signature(type(module).forward).parameters
-    if "attention_mask" not in given or not hasattr(module, "layer_idx"):
-        return False
-    return CHOSEN in given or any(getattr(module, name, None) is not None for name in PARTS)
-
-
-def is_row_attention(module: nn.Module, family: Family) -> bool:
-    """Whether this module computes attention row by row, with a causal mask."""
-    return type(module).__name__ in family.row_attention or chooses_keys(module)
 
 
 def use_own_attention(module: nn.Module, attention: str) -> None:

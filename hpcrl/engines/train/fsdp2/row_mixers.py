@@ -26,9 +26,10 @@ from hpcrl.engines.train.fsdp2.exchange import gather_tokens, sum_tokens
 from hpcrl.engines.train.fsdp2.model_kind import decoder_of
 from hpcrl.engines.train.fsdp2.packed_attention import PackedLayout, Padded, pad, unpad
 from hpcrl.engines.train.fsdp2.prefix_tree import Shared
-from hpcrl.engines.train.fsdp2.row_attention import causal_mask, is_row_attention
+from hpcrl.engines.train.fsdp2.row_attention import causal_mask
 from hpcrl.models.families import UNKNOWN, family_of
 from hpcrl.models.family import Family
+from hpcrl.models.row_modules import is_row_attention, row_modules
 from hpcrl.rollout.device_copies import to_device
 
 
@@ -37,14 +38,7 @@ def mixers_of(hf: PreTrainedModel) -> dict[str, nn.Module]:
     tokens, attention that runs row by row, and those listed by the model's family."""
     family = family_of(hf.config.get_text_config().model_type)
     in_decoder = set(decoder_of(hf).modules())
-    found: dict[str, nn.Module] = {}
-    for name, module in hf.named_modules():
-        inner = module not in in_decoder or any(name.startswith(f"{outer}.") for outer in found)
-        has_convolution = any(isinstance(child, nn.Conv1d) for child in module.children())
-        is_listed = type(module).__name__ in family.mixers
-        if not inner and (is_listed or has_convolution or is_row_attention(module, family)):
-            found[name] = module
-    return found
+    return dict(row_modules(((name, m) for name, m in hf.named_modules() if m in in_decoder), family))
 
 
 class RowMixers:

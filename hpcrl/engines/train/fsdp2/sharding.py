@@ -93,3 +93,14 @@ def fill_buffers(model: PackedCausalLM, source: Mapping[str, nn.Module], device:
         dist.broadcast(whole, 0)
         owner, _, key = name.rpartition(".")
         setattr(model.get_submodule(owner), key, whole)
+
+
+def zeros_for_missing_sums(model: nn.Module) -> None:
+    """Before the last of several backward passes whose gradients are reduced together: give each trained parameter
+    without a gradient so far a sum of zeros in float32. Of these, torch (2.13) would reduce a gradient in the compute
+    dtype beside the others' sums, and refuses two dtypes."""
+    groups = (g for m in model.modules() if isinstance(m, FSDPModule) for g in m._get_fsdp_state()._fsdp_param_groups)
+    for each in (parameter for group in groups for parameter in group.fsdp_params):
+        own, dtype = each.unsharded_param, each.reduce_dtype
+        if own.requires_grad and dtype not in (None, own.dtype) and each.unsharded_accumulated_grad is None:
+            each.unsharded_accumulated_grad = torch.zeros_like(own, dtype=dtype)
