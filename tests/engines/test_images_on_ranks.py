@@ -228,3 +228,19 @@ def test_zero_3_has_the_gradients_of_images_seen_in_both_directions(
     got, mine = outcome(zero_of(folder, 3, recompute=True), whole)
     assert (got - logprobs).abs().max() < 2e-5
     assert difference(mine, want) < 1e-5
+
+
+@pytest.mark.slow
+def test_a_tower_of_sounds_does_not_decay(tmp_path: Path, world_of_one: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It gets no gradients, which ZeRO takes for zeros."""
+    sounds = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    small = SMALL["gemma4"]._replace(config=SMALL["gemma4"].config | {"audio_config": sounds})
+    monkeypatch.setitem(SMALL, "gemma4", small)
+    engine = zero_of(make_small("gemma4", tmp_path / "gemma4"), 3, lr=1e-2, weight_decay=0.5)
+    before = {name: tensor.clone() for name, tensor in engine.named_weights()}
+    whole = batch_for(tmp_path / "gemma4")
+    engine.train_step(whole, [[0, 1, 2, 3, 4]], WEIGHTED, norms_of(whole))
+    kept = {name for name, tensor in engine.named_weights() if torch.equal(tensor, before[name])}
+    sound = {name for name in before if name.startswith(("model.audio_tower.", "model.embed_audio."))}
+    assert len(sound) > 30 and kept >= sound
+    assert not [name for name in kept - sound if name.endswith("_proj.weight")]
