@@ -151,7 +151,7 @@ SMALL = {
         "<start_of_image>",
         {
             "text_config": TEXT | WINDOWS | {"query_pre_attn_scalar": 16},
-            "vision_config": SQUARE | {"image_size": 56, "patch_size": 14},
+            "vision_config": SQUARE | {"image_size": 56, "patch_size": 14, "vision_use_head": False},
             "mm_tokens_per_image": 4,
             "image_token_index": IDS["<image_soft_token>"],
             "boi_token_index": IDS["<start_of_image>"],

@@ -52,15 +52,32 @@ def causal_attention(
     return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=2)
 
 
-def suffix_mask(first: Tensor, queries: int, keys: int, window: int | None, sinks: bool, dtype: torch.dtype) -> Tensor:
+def full_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor:
+    """Attention of all queries to all keys; shapes as in suffix_attention()."""
+    return _kernel(q, k, v, scale, causal=False)
+
+
+def suffix_mask(
+    first: Tensor,
+    queries: int,
+    keys: int,
+    window: int | None,
+    sinks: bool,
+    dtype: torch.dtype,
+    ends: Tensor | None = None,
+) -> Tensor:
     """[N, 1, queries, keys], one more key with `sinks`: what suffix_attention() adds to scores, 0 or -inf. A row's
-    first query is at position first[row], int64 [N], of its keys; `window` is as in causal_attention()."""
-    at = first[:, None] + torch.arange(queries, device=first.device)
-    at = at.clamp(max=keys - 1)[:, None, :, None]  # padding sees a key, too
+    first query is at position first[row], int64 [N], of its keys; `window` is as in causal_attention(). With `ends`,
+    int64 [N], a row's queries also see later keys, up to number ends[row]."""
     places = torch.arange(keys, device=first.device)
-    visible = places <= at if window is None else (places <= at) & (places > at - window)
+    at = first[:, None] + torch.arange(queries, device=first.device)
+    at = at.clamp(max=keys - 1) if ends is None else at.minimum(ends[:, None] - 1)  # padding sees a key, too
+    visible = places <= (at[:, :, None] if ends is None else ends[:, None, None] - 1)
+    if window is not None:
+        visible = visible & (places > at[:, :, None] - window)
+    visible = visible[:, None]
     mask = torch.zeros_like(visible, dtype=dtype).masked_fill_(~visible, -torch.inf)
-    return F.pad(mask, (1, 0)) if sinks else mask
+    return (F.pad(mask, (1, 0)) if sinks else mask).expand(-1, -1, queries, -1)
 
 
 def suffix_attention(
@@ -98,18 +115,18 @@ def _plain(q: Tensor, k: Tensor, v: Tensor, scale: float, sinks: Tensor | None) 
         width, (q, k, v) = v.shape[-1], _with_sinks(q, k, v, sinks, scale)
         # With another query before the first, whose result is dropped, every token attends to the sink.
         return _plain(F.pad(q, (0, 0, 1, 0)), k, v, scale, None)[:, :, 1:, :width]
-    return _kernel(q, k, v, scale)
+    return _kernel(q, k, v, scale, causal=True)
 
 
-def _kernel(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None = None) -> Tensor:
-    """torch's attention, causal without a mask."""
+def _kernel(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None = None, causal: bool = False) -> Tensor:
+    """torch's attention."""
     heads_per_key = q.shape[1] // k.shape[1]
     if heads_per_key > 1 and q.is_cuda and q.dtype == torch.float32:
         # Only 16-bit kernels support GQA. In fp32, torch would use a kernel that stores all scores unless keys are
         # repeated.
         k, v = k.repeat_interleave(heads_per_key, 1), v.repeat_interleave(heads_per_key, 1)
     gqa = q.shape[1] != k.shape[1]
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=gqa)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=gqa)
 
 
 def masked_attention(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -189,6 +190,101 @@ def test_chunks_are_rows_of_their_own() -> None:
     found = packed_attention(module, q, k, v, Reach(chunk=3), packed_layout=whole)[0]
     assert torch.equal(found, packed_attention(module, q, k, v, None, packed_layout=pieces)[0])
     assert not torch.allclose(found, packed_attention(module, q, k, v, None, packed_layout=whole)[0])
+
+
+IMAGE_ROWS = (
+    (1, 2, 101, 101, 101, 3, 4, 102, 102, 5, 5, 5),
+    (1, 2, 101, 101, 101, 3, 4, 102, 102, 6),  # up to 6 the first row's tokens
+    (1, 2, 103, 103, 103, 103, 103, 104, 104, 104, 7),  # images with nothing between them
+    (105, 105),
+    (1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 106, 106, 106, 2),
+    (8, 9, 8),
+)
+"""Rows of token ids, those of images above 100."""
+
+
+def with_images(rows: Sequence[Sequence[int]], only_in_windows: bool = False) -> tuple[PackedLayout, Tensor, Tensor]:
+    """A layout that shares prefixes, int64 [T] the packed token of each token, and the number of its image."""
+    tokens, lengths = torch.tensor([*itertools.chain(*rows)]), [len(row) for row in rows]
+    number_of_row = torch.arange(len(rows)).repeat_interleave(torch.tensor(lengths))
+    numbers = torch.where(tokens > 100, tokens + 1000 * number_of_row, -1)  # a row's images are its own
+    shared = share_prefixes(tokens, lengths)
+    layout = PackedLayout(lengths, torch.device("cpu"), shared, images=numbers, only_in_windows=only_in_windows)
+    return layout, shared.places, numbers
+
+
+def row_by_row(
+    qkv: Sequence[Tensor], rows: Sequence[Tensor], numbers: Sequence[Tensor], window: int | None
+) -> list[Tensor]:
+    """The formula for each row, [n, heads, D], from packed q, k and v and a mask that is made token by token."""
+    found = []
+    for tokens, images in zip(rows, numbers, strict=True):
+        q, k, v = (x[tokens].transpose(0, 1) for x in qkv)
+        k, v = (x.repeat_interleave(len(q) // len(k), 0) for x in (k, v))
+        hidden = torch.tensor(
+            [
+                [
+                    (key > query and not (a >= 0 and a == b)) or (window is not None and key <= query - window)
+                    for key, b in enumerate(images.tolist())
+                ]
+                for query, a in enumerate(images.tolist())
+            ]
+        )
+        scores = (q @ k.transpose(1, 2) * q.shape[-1] ** -0.5).masked_fill(hidden, -torch.inf)
+        found.append((scores.softmax(-1) @ v).transpose(0, 1))
+    return found
+
+
+@pytest.mark.parametrize("only_in_windows", [False, True])
+@pytest.mark.parametrize("window", [None, 2, 4, 7, 40])
+def test_tokens_of_an_image_see_each_other(window: int | None, only_in_windows: bool) -> None:
+    """Windows shorter than an image, than a row, and longer than all rows; each token of a common prefix once."""
+    layout, places, numbers = with_images(IMAGE_ROWS, only_in_windows)
+    assert layout.num_packed == sum(map(len, IMAGE_ROWS)) - 9 - 2 - 1  # what the rows share
+    generator = torch.Generator().manual_seed(0)
+    qkv = [torch.randn(layout.num_packed, n, 8, generator=generator).requires_grad_() for n in (4, 2, 2)]
+    given = (x.transpose(0, 1)[None] for x in qkv)
+    reach = None if window is None else Reach(window=window)
+    packed = packed_attention(torch.nn.Module(), *given, reach, packed_layout=layout)[0][0]
+    lengths = [len(row) for row in IMAGE_ROWS]
+    seen = numbers if window is not None or not only_in_windows else torch.full_like(numbers, -1)
+    wanted = torch.cat(row_by_row(qkv, places.split(lengths), seen.split(lengths), window))
+    found = packed[places]
+    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+    weights = torch.linspace(-1, 1, found.numel()).view(found.shape)
+    for got, want in zip(*(torch.autograd.grad((x * weights).sum(), qkv) for x in (found, wanted)), strict=True):
+        torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+
+
+def test_an_image_of_a_common_prefix_is_computed_once() -> None:
+    """Images of 3, 2, 5, 3, 2 and 3 tokens; the second row's are the first row's."""
+    layout, _, _ = with_images(IMAGE_ROWS)
+    for window in (None, 4):
+        assert len(layout.images(window).queries.slots) == 18
+    assert sum(block.rows for block in layout.images(None).blocks) == 6
+    keys = [block.length for block in layout.images(4).blocks]
+    assert max(keys) == 2 + 5  # those of the longest image, which two tokens precede, fewer than its window
+    members = [[1] * 40 + [101] * 300 + [2] * length for length in (7, 9, 30, 11)]
+    layout, _, _ = with_images(members)
+    (block,) = layout.images(None).blocks
+    assert (block.rows, block.queries, block.length) == (1, 300, 340)
+    assert block.hides_nothing(None) and block.hides_nothing(340) and not block.hides_nothing(339)
+    assert layout.own_queries is not layout.padded  # queries of the prefix are not repeated
+
+
+@pytest.mark.slow
+def test_images_need_no_mask_of_all_token_pairs(tmp_path: Path) -> None:
+    """Peak memory beyond inputs and gradients: less than a mask in fp32, for images of 200 tokens."""
+    rows = [[image + 101 if token < 200 else token % 50 for image in range(8) for token in range(256)]]
+    layout, _, _ = with_images(rows)
+    q, k, v = (torch.randn(1, n, 2048, 8, requires_grad=True) for n in (4, 2, 2))
+    for reach in (None, Reach(window=64)):
+
+        def work(reach: Reach | None = reach) -> None:
+            packed_attention(torch.nn.Module(), q, k, v, reach, packed_layout=layout)[0].sum().backward()
+
+        work()
+        assert peak_bytes(work, tmp_path / "trace.json") < 4 * 2048**2
 
 
 @pytest.mark.slow

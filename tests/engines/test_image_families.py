@@ -156,6 +156,32 @@ def test_rows_equal_transformers(family: str, folders: dict[str, Path], world_of
         check(engine, batch, want, gradients, norms)
 
 
+GEMMA4 = {
+    "layers that share keys": {
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 2,
+        "use_double_wide_mlp": True,
+    },
+    "keys as values": {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "global_head_dim": 32},
+    "experts": {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 48},
+    "no inputs per layer": {"hidden_size_per_layer_input": 0},
+}
+"""Keys that published sizes of Gemma 4 set differently."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", GEMMA4)
+def test_rows_of_every_size_of_gemma_4_equal_transformers(changes: str, tmp_path: Path, world_of_one: None) -> None:
+    folder = make_small("gemma4_large", tmp_path / "gemma4_large", text_config=GEMMA4[changes])
+    vision = vision_of(folder)
+    assert vision is not None
+    batch, rows = rows_of(folder, vision)
+    want, gradients = separately(folder, batch, rows, vision.image_token_id)
+    norms = Norms(float(batch.loss_mask.sum()), float(batch.num_sequences))
+    check(engine_of(folder, packing="require"), batch, want, gradients, norms)
+
+
 @pytest.mark.parametrize("family", SMALL)
 def test_every_family_has_a_merger_and_a_tower_to_freeze(family: str, folders: dict[str, Path]) -> None:
     model = AutoModelForImageTextToText.from_pretrained(folders[family])

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from hpcrl.engines.train.deepspeed.spec import BUCKET_NUMBERS, DeepSpeedConfig
 from hpcrl.engines.train.fsdp2.model import PackedCausalLM
+from hpcrl.engines.train.fsdp2.model_kind import decoder_of
 from hpcrl.engines.train.fsdp2.sharding import fill_buffers
 from hpcrl.spec.extras import without
 
@@ -139,11 +140,12 @@ def start(model: PackedCausalLM, optimizer: torch.optim.Optimizer | None, config
     if config["zero_optimization"]["stage"] == 3:
         # Each call of a module gathers its parameters, so all ranks must make the same calls.
         model.row_mixers.in_one_block = True
+        decoder = set(decoder_of(model.hf).modules())
         for module in model.modules():
             three = any(len(shape_of(parameter)) == 3 for parameter in module.parameters(recurse=False))
-            if three and not isinstance(module, nn.Conv1d):
+            if three and module in decoder and not isinstance(module, nn.Conv1d):
                 # A layer's experts are one leaf module, since it depends on a rank's tokens which experts are called,
-                # and how often.
+                # and how often. A tower's table of positions (Gemma 4) fails in the backward pass of a leaf module.
                 deepspeed.utils.set_z3_leaf_module(module, True)
             # Layers with a recurrent state read their convolution's weights without calling it.
             for convolution in (child for child in module.children() if isinstance(child, nn.Conv1d)):

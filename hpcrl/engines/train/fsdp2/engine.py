@@ -318,8 +318,9 @@ class FSDP2Engine:
     def _idle(self, model: PreTrainedConfig) -> frozenset[str]:
         """Parameters of which sharding takes missing gradients for zeros, and which must not decay. A model that takes
         images computes with its tower in any case."""
-        decays = self.config.weight_decay and self.vision is None
-        return idle_parameters(self, model) if decays else frozenset()
+        idle = idle_parameters(self, model) if self.config.weight_decay else frozenset[str]()
+        towers = () if self.vision is None else self.vision.towers
+        return frozenset(name for name in idle if not name.startswith(towers))
 
     def _make_snapshots(self) -> Any:
         return checkpoint.Snapshots(

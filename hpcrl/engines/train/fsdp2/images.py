@@ -55,6 +55,14 @@ def blocks_of(batch: Batch) -> Tensor:
     return numbers
 
 
+def visible_keys(numbers: Tensor, window: int | None) -> Tensor:
+    """bool [T, T]: the keys that each query of a sequence sees, earlier ones and all of its image, both limited by the
+    window. `numbers`, int64 [T], are as in ImageInputs."""
+    everything = torch.ones(len(numbers), len(numbers), dtype=torch.bool, device=numbers.device)
+    seen = everything.tril() | ((numbers[:, None] == numbers) & (numbers >= 0))
+    return seen if window is None else seen & everything.triu(1 - window)
+
+
 def positions_of(batch: Batch, vision: Vision) -> Tensor:
     """The positions of all tokens, from 0 in each segment: int64 [T, 3] for M-RoPE, else int64 [T]."""
     if not vision.mrope:

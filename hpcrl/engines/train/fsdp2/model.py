@@ -21,7 +21,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hpcrl.engines.hf_folder import add_mtp, copy_beside_weights, save_model, write_config
 from hpcrl.engines.train.fsdp2.exchange import assemble
-from hpcrl.engines.train.fsdp2.images import ImageInputs
+from hpcrl.engines.train.fsdp2.images import ImageInputs, visible_keys
 from hpcrl.engines.train.fsdp2.logits import Head, token_hits, token_logprobs
 from hpcrl.engines.train.fsdp2.lora import Adapters
 from hpcrl.engines.train.fsdp2.model_kind import CAUSAL, Kind, body_of, decoder_of, quiet
@@ -32,7 +32,6 @@ from hpcrl.engines.train.fsdp2.packed_attention import (
     PackedLayout,
     PositionsAsCache,
     sequences_are_known,
-    visible_keys,
 )
 from hpcrl.engines.train.fsdp2.row_attention import use_own_attention
 from hpcrl.engines.train.fsdp2.row_mixers import RowMixers, mixers_of
@@ -271,13 +270,12 @@ class PackedCausalLM(nn.Module):
         """What to add to a sequence's scores [1, 1, T, T] in each kind of layer, so an image's tokens attend to each
         other in both directions. numbers int64 [T]: as in ImageInputs."""
         window = getattr(self.hf.config.get_text_config(), "sliding_window", None)
-        images, nothing = numbers[None], torch.full_like(numbers, -1)[None]
         seen = {
-            "full_attention": visible_keys(images if both_ways == "all" else nothing, None),
-            "sliding_attention": visible_keys(images, window),
+            "full_attention": visible_keys(numbers if both_ways == "all" else torch.full_like(numbers, -1), None),
+            "sliding_attention": visible_keys(numbers, window),
         }
         return {
-            kind: torch.zeros_like(keys, dtype=dtype).masked_fill(~keys, torch.finfo(dtype).min)
+            kind: torch.zeros_like(keys, dtype=dtype).masked_fill(~keys, torch.finfo(dtype).min)[None, None]
             for kind, keys in seen.items()
         }
 

@@ -7,6 +7,9 @@ right, where no real token attends to it.
 
 Sequences with a common prefix share the prefix's hidden states (hpcrl.engines.train.fsdp2.prefix_tree): it is packed
 once, its queries are computed once, and its keys and values are shown in each sequence.
+
+Where tokens of an image attend to each other in both directions, their queries are computed again, each packed image
+once: they see all keys of their sequence up to the image's end.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, masking_utils
 
 from hpcrl.engines import varlen
-from hpcrl.engines.blocked_attention import causal_attention, masked_attention, suffix_attention, suffix_mask
+from hpcrl.engines.blocked_attention import causal_attention, full_attention, suffix_attention, suffix_mask
 from hpcrl.engines.train.fsdp2.exchange import TokenRanks, heads_to_tokens, tokens_to_heads
 from hpcrl.engines.train.fsdp2.prefix_tree import Shared
 from hpcrl.rollout.device_copies import to_device
@@ -93,31 +96,44 @@ class Shown:
 
     Attributes:
         tokens: int64 [S], the packed token of each slot.
-        first: int64 [K], the first slot of each packed token.
+        packed: int64 [k], the packed tokens that have a slot; None if all K have one.
+        first: int64 [k], the first slot of each of these.
         slots: int64, all slots except padding, sorted by their packed token.
         bags: int64 [K], the index in `slots` of the first slot of each packed token.
+        once: Whether every packed token has one slot.
     """
 
-    def __init__(self, tokens: Tensor, real: Tensor, device: torch.device):
-        """`real`, bool [S], is False for padding."""
+    def __init__(self, tokens: Tensor, real: Tensor, count: int, device: torch.device):
+        """`real`, bool [S], is False for padding; `count` is K."""
         slots = real.nonzero()[:, 0]
         shown = tokens[slots]
         slots = slots[shown.argsort(stable=True)]
-        counts = shown.bincount()
+        counts = shown.bincount(minlength=count)
         bags = counts.cumsum(0) - counts
-        given = (tokens, slots[bags], slots, bags)
-        self.tokens, self.first, self.slots, self.bags = (to_device(tensor, device) for tensor in given)
+        packed = counts.nonzero()[:, 0]
+        self.once = len(slots) == len(packed) == count
+        given = (tokens, packed, slots[bags[packed]], slots, bags)
+        self.tokens, found, self.first, self.slots, self.bags = (to_device(tensor, device) for tensor in given)
+        self.packed = None if len(packed) == count else found
 
 
 @dataclass(frozen=True)
 class AttentionBlock:
     """Sequences that attention computes together: `indices` of sequences, and numbers of queries and of keys per
-    sequence. `first`, int64 [rows], is the position of each sequence's first query; None if all are 0."""
+    sequence.
+
+    Args:
+        first: int64 [rows], the position of each sequence's first query among its keys; None if all are 0.
+        ends: int64 [rows], the number of keys of each image, all of which its queries see; None for causal attention.
+        full: Whether all of the images have `length` keys.
+    """
 
     indices: list[int]
     queries: int
     length: int
     first: Tensor | None
+    ends: Tensor | None = None
+    full: bool = False
     masks: dict[tuple[object, ...], Tensor] = field(default_factory=dict)
 
     @property
@@ -125,12 +141,16 @@ class AttentionBlock:
         """Number of sequences."""
         return len(self.indices)
 
+    def hides_nothing(self, window: int | None) -> bool:
+        """Whether every query sees every key."""
+        return self.full and (window is None or window >= self.length)
+
     def mask(self, window: int | None, sinks: bool, dtype: torch.dtype) -> Tensor:
         """suffix_mask(), made once for all layers of a kind."""
         assert self.first is not None
         key = (window, sinks, dtype)
         if key not in self.masks:
-            self.masks[key] = suffix_mask(self.first, self.queries, self.length, *key)
+            self.masks[key] = suffix_mask(self.first, self.queries, self.length, *key, ends=self.ends)
         return self.masks[key]
 
 
@@ -180,6 +200,7 @@ class PackedLayout:
         self._spans: dict[bool, tuple[varlen.Spans, Shown | None, Shown | None]] = {}
         self._chunked: dict[int, PackedLayout] = {}
         self._images = None if images is None or bool((images < 0).all()) else images
+        self._both_ways: dict[int | None, Padded] = {}
         self.ranks = ranks or TokenRanks()
         self.num_packed, size = len(kept), self.ranks.all.size
         padded = torch.cat([kept, kept[:1].expand(-len(kept) % size)])
@@ -205,8 +226,8 @@ class PackedLayout:
             divided._lengths = [min(size, self._lengths[row] - first) for row, first in chunks]
             skipped = [max(0, self._skipped[row] - first) for row, first in chunks]
             divided._skipped = [min(some) for some in zip(skipped, divided._lengths, strict=True)]
-            divided._spans = {}
-            for name in ("images", "padded", "own_queries"):
+            divided._spans, divided._both_ways = {}, {}
+            for name in ("padded", "own_queries"):
                 vars(divided).pop(name, None)
             self._chunked[size] = divided
         return self._chunked[size]
@@ -220,19 +241,43 @@ class PackedLayout:
         """Whether some tokens attend to later ones, in a layer with this window."""
         return self._images is not None and (window is not None or not self._only_in_windows)
 
-    @cached_property
-    def images(self) -> list[Tensor | None]:
-        """Per block of `padded`, int64 [rows, length]: the number of each token's image, -1 for other tokens and for
-        padding; None for a block without images."""
-        if self._images is None:
-            return [None] * len(self.padded.blocks)
-        found: list[Tensor | None] = []
-        nothing = [0] * len(self._lengths)
-        for block in self.padded.blocks:
-            tokens, real = self._slots(block.indices, nothing, block.length)
-            numbers = self._images[tokens].where(real, -1).view(block.rows, block.length)
-            found.append(to_device(numbers, self._device) if bool((numbers >= 0).any()) else None)
-        return found
+    def images(self, window: int | None) -> Padded:
+        """The packed images, each one once: its queries, and the keys of its sequence up to its end, less those before
+        the first query's window."""
+        if window not in self._both_ways:
+            self._both_ways[window] = self._pad_images(window)
+        return self._both_ways[window]
+
+    def _pad_images(self, window: int | None) -> Padded:
+        """Images with similar numbers of queries and of keys form a block. Of a prefix that sequences share, the first
+        one has the images."""
+        assert self._images is not None
+        found = []  # (queries, keys, index of the end among all tokens)
+        start = 0
+        for length, skipped in zip(self._lengths, self._skipped, strict=True):
+            numbers, counts = self._images[start : start + length].unique_consecutive(return_counts=True)
+            place = 0
+            for number, count in zip(numbers.tolist(), counts.tolist(), strict=True):
+                if number >= 0 and place >= skipped:
+                    first = 0 if window is None else max(0, place + 1 - window)
+                    found.append((count, place + count - first, start + place + count))
+                place += count
+            start += length
+        found.sort(reverse=True)
+        groups: list[list[tuple[int, int, int]]] = []
+        for image in found:
+            if not groups or any(_differ(*pair) for pair in zip(groups[-1][0][:2], image[:2], strict=True)):
+                groups.append([])
+            groups[-1].append(image)
+        blocks, parts = [], []
+        for group in groups:
+            queries, keys, ends = torch.tensor(group).t()
+            most, longest = int(queries.max()), int(keys.max())
+            firsts, sizes = (to_device(some, self._device) for some in (keys - queries, keys))
+            full = bool((keys == longest).all())
+            blocks.append(AttentionBlock([*range(len(group))], most, longest, firsts, sizes, full))
+            parts.append((_slots(ends, queries, most), _slots(ends, keys, longest)))
+        return self._shown(blocks, parts)
 
     @cached_property
     def padded(self) -> Padded:
@@ -268,12 +313,17 @@ class PackedLayout:
             if skipped[rows[0]]:
                 first = to_device(torch.tensor([skipped[row] for row in rows]), self._device)
             blocks.append(AttentionBlock(rows, queries, longest, first))
-            parts.append((self._slots(rows, skipped, queries), self._slots(rows, [0] * len(lengths), longest)))
+            ends, keys = torch.tensor(lengths).cumsum(0)[rows], torch.tensor(lengths)[rows]
+            parts.append((_slots(ends, keys - torch.tensor(skipped)[rows], queries), _slots(ends, keys, longest)))
+        return self._shown(blocks, parts)
+
+    def _shown(self, blocks: list[AttentionBlock], parts: Sequence[Sequence[tuple[Tensor, Tensor]]]) -> Padded:
+        """Blocks with the tokens of their queries and of their keys."""
         own, every = (
-            Shown(self._places[torch.cat(tokens)], torch.cat(real), self._device)
+            Shown(self._places[torch.cat(tokens)], torch.cat(real), self.num_packed, self._device)
             for tokens, real in (tuple(zip(*part, strict=True)) for part in zip(*parts, strict=True))
         )
-        return Padded(blocks, own, every if any(skipped) else own)
+        return Padded(blocks, own, every if any(block.first is not None for block in blocks) else own)
 
     def _is_like(self, rows: Sequence[int], row: int, skipped: Sequence[int], max_padding: float) -> bool:
         """Whether a sequence may be added to a block of these, of which the first has the most queries."""
@@ -281,16 +331,7 @@ class PackedLayout:
             return False
         lengths = [self._lengths[other] for other in (*rows, row)]
         queries = [self._lengths[other] - skipped[other] for other in (rows[0], row)]
-        return all(max(n) - min(n) <= max(MIN_PADDING_TOKENS, int(max(n) * max_padding)) for n in (lengths, queries))
-
-    def _slots(self, rows: Sequence[int], skipped: Sequence[int], length: int) -> tuple[Tensor, Tensor]:
-        """The tokens of these sequences after the skipped ones, int64 [rows * length], padded with each sequence's last
-        token; and which of them are no padding."""
-        ends = torch.tensor(self._lengths).cumsum(0)
-        last = ends[rows][:, None] - 1
-        first = last + 1 - torch.tensor([self._lengths[row] - skipped[row] for row in rows])[:, None]
-        tokens = first + torch.arange(length)[None]
-        return torch.minimum(tokens, last).flatten(), (tokens <= last).flatten()
+        return not any(_differ(max(n), min(n), max_padding) for n in (lengths, queries))
 
     def spans(self, own_queries: bool) -> tuple[varlen.Spans, Shown | None, Shown | None]:
         """Where sequences start and end, and the tokens of all queries and of all keys, None for the packed tokens as
@@ -299,10 +340,22 @@ class PackedLayout:
             queries = [n - skipped * own_queries for n, skipped in zip(self._lengths, self._skipped, strict=True)]
             starts, key_starts = (varlen.starts_of(some, self._device) for some in (queries, self._lengths))
             everything = torch.ones(len(self._places), dtype=torch.bool)
-            every = Shown(self._places, everything, self._device) if self.shares else None
+            every = Shown(self._places, everything, self.num_packed, self._device) if self.shares else None
             found = varlen.Spans(starts, max(queries), key_starts, max(self._lengths))
             self._spans[own_queries] = found, None if own_queries else every, every
         return self._spans[own_queries]
+
+
+def _differ(most: int, fewest: int, max_padding: float = MAX_PADDING) -> bool:
+    """Whether rows of these numbers of tokens need too much padding to form a block."""
+    return abs(most - fewest) > max(MIN_PADDING_TOKENS, int(max(most, fewest) * max_padding))
+
+
+def _slots(ends: Tensor, counts: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """For each row the `counts` tokens before its end, int64 [rows * length], padded with the last one; and which of
+    them are no padding."""
+    tokens = (ends - counts)[:, None] + torch.arange(length)
+    return torch.minimum(tokens, ends[:, None] - 1).flatten(), (tokens < ends[:, None]).flatten()
 
 
 class AttentionLayout:
@@ -327,7 +380,7 @@ class _Pad(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         shown = ctx.shown
-        if len(shown.slots) == len(shown.bags):  # no token is shared
+        if shown.once:
             return grad.index_select(0, shown.first), None
         # A sum over bags of rows is several times faster than autograd's scatter-add, and deterministic.
         summed = F.embedding_bag(shown.slots, grad.flatten(1), shown.bags, mode="sum")
@@ -335,7 +388,8 @@ class _Pad(torch.autograd.Function):
 
 
 class _Unpad(torch.autograd.Function):
-    """Padded slots -> packed [K, H, D], each token from its first slot; other slots have no gradient."""
+    """Padded slots -> packed [K, H, D], or those that have a slot; each from its first slot. Other slots have no
+    gradient."""
 
     @staticmethod
     def forward(ctx: Any, padded: Tensor, shown: Shown) -> Tensor:
@@ -354,7 +408,7 @@ def pad(packed: Tensor, shown: Shown) -> Tensor:
 
 
 def unpad(slots: Tensor, shown: Shown) -> Tensor:
-    """Slots [S, ...] -> packed [K, ...]."""
+    """Slots [S, ...] -> packed [K, ...], or those that have a slot."""
     packed: Tensor = _Unpad.apply(slots, shown)
     return packed
 
@@ -409,7 +463,26 @@ def _attend(
     sinks: Tensor | None,
 ) -> Tensor:
     """Attention over all packed tokens: q [K, H, D], k and v [K, KV, D] -> [K, H, D]."""
-    fits = v.shape[-1] == q.shape[-1] and sinks is None and not layout.attends_both_ways(window)
+    out = _causal(q, k, v, layout, scale, window, softcap, sinks)
+    if not layout.attends_both_ways(window):
+        return out
+    images = layout.images(window)
+    of_images = _in_blocks((q, k, v), images, scale, window, softcap, sinks)
+    return of_images if images.queries.packed is None else out.index_copy(0, images.queries.packed, of_images)
+
+
+def _causal(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: PackedLayout,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """As _attend(), without what images see after them."""
+    fits = v.shape[-1] == q.shape[-1] and sinks is None
     for own_queries in (True, False) if layout.shares else (False,):
         sizes = varlen.Setting(q.device, q.dtype, q.shape[1], k.shape[1], q.shape[-1], window, softcap, own_queries)
         attend = varlen.find(layout.attention, sizes) if fits else None
@@ -429,40 +502,35 @@ def by_blocks(
     softcap: float | None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """[K, H, D]: attention in padded blocks; q [K, H, D], k and v [K, KV, D]."""
-    both_ways = layout.attends_both_ways(window)
-    padded = layout.padded if both_ways else layout.own_queries
-    images = layout.images if both_ways else [None] * len(padded.blocks)
+    """[K, H, D]: causal attention in padded blocks; q [K, H, D], k and v [K, KV, D]."""
+    return _in_blocks(qkv, layout.own_queries, scale, window, softcap, sinks)
+
+
+def _in_blocks(
+    qkv: Sequence[Tensor],
+    padded: Padded,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """[k, H, D], of the packed tokens that have queries in the blocks."""
     q, k, v = (pad(x, shown) for x, shown in zip(qkv, (padded.queries, padded.keys, padded.keys), strict=True))
     outputs = []
     # split, not slices: a split's gradient is one concatenation, but n slices' is n full-size tensors of zeros.
     keys = [block.rows * block.length for block in padded.blocks]
     parts = (q.split([block.rows * block.queries for block in padded.blocks]), k.split(keys), v.split(keys))
-    for block, numbers, *tensors in zip(padded.blocks, images, *parts, strict=True):
+    for block, *tensors in zip(padded.blocks, *parts, strict=True):
         qb, kb, vb = (x.unflatten(0, (block.rows, -1)).transpose(1, 2) for x in tensors)
-        if numbers is not None:
-            out = masked_attention(qb, kb, vb, visible_keys(numbers, window), scale, softcap, sinks)
-        elif block.first is not None:
+        if block.first is None:
+            out = causal_attention(qb, kb, vb, scale=scale, window=window, softcap=softcap, sinks=sinks)
+        elif block.hides_nothing(window) and softcap is None and sinks is None:
+            out = full_attention(qb, kb, vb, scale=scale)
+        else:
             mask = block.mask(window, sinks is not None, q.dtype)
             out = suffix_attention(qb, kb, vb, mask, scale=scale, softcap=softcap, sinks=sinks)
-        else:
-            out = causal_attention(qb, kb, vb, scale=scale, window=window, softcap=softcap, sinks=sinks)
         outputs.append(out.transpose(1, 2).flatten(0, 1))
     return unpad(outputs[0] if len(outputs) == 1 else torch.cat(outputs), padded.queries)
-
-
-def visible_keys(images: Tensor, window: int | None) -> Tensor:
-    """bool [rows, 1, length, length]: the keys that each query sees, earlier ones and all of its image. A window limits
-    both.
-
-    Args:
-        images: int64 [rows, length], as in PackedLayout.
-    """
-    length = images.shape[1]
-    everything = torch.ones(length, length, dtype=torch.bool, device=images.device)
-    same = (images[:, :, None] == images[:, None]) & (images[:, :, None] >= 0)
-    seen = everything.tril() | same
-    return (seen if window is None else seen & everything.triu(1 - window))[:, None]
 
 
 AttentionInterface.register(PACKED_ATTENTION, packed_attention)
