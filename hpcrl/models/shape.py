@@ -18,7 +18,7 @@ the vocabulary, experts, or nothing."""
 Unit = tuple[Literal["layer", "block"], int]
 """A decoder layer, or a block of the vision tower."""
 MTP_PREFIX = "mtp."
-"""Beginning of the names of trained MTP layers' parameters in a trainer (hpcrl.planner.mtp)."""
+"""Beginning of the names of trained MTP layers' parameters in a trainer (hpcrl.planner.mtp_memory)."""
 ROUTER_BIAS = "e_score_correction_bias"
 """The end of the name of a buffer that trainers publish with the parameters."""
 LAYER_COUNTS = ("num_hidden_layers", "depth")

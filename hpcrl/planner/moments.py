@@ -84,8 +84,8 @@ class Beside:
 def moments(
     config: Config, shape: ModelShape, tokens: Tokens, checkpointing: bool, beside: Beside | None = None
 ) -> Iterator[Moment]:
-    """The moments of a micro-batch with these tokens, in order, without MTP layers (hpcrl.planner.mtp). `shape` has the
-    rank's parameters; a critic's has no logits."""
+    """The moments of a micro-batch with these tokens, in order; those of MTP layers are in mtp_memory.py. `shape` has
+    the rank's parameters; a critic's has no logits."""
     trainer, beside = config.trainer, beside or Beside()
     num_bytes, tower, images = BYTES[trainer.param_dtype], shape.tower, tokens.of_images
     gpu = has_gpus(config, ("trainer",))

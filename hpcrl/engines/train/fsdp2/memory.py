@@ -20,7 +20,7 @@ from hpcrl.planner.activations import FP32, Tokens, unmeasured
 from hpcrl.planner.adapters import frozen, merging_bytes, published, saved, trained, with_adapters
 from hpcrl.planner.memory_parts import BYTES, PHASES, Change, Part, Phase, PlanRow, samples_of_an_update
 from hpcrl.planner.moments import Beside, fullest, moments
-from hpcrl.planner.mtp import mtp_moments, with_mtp
+from hpcrl.planner.mtp_memory import mtp_moments, with_mtp
 from hpcrl.planner.traffic import Sent, StepWork
 from hpcrl.planner.trainer import forward_parts
 
