@@ -25,10 +25,13 @@ from hpcrl.engines.train.fsdp2.exchange import Axis
 from hpcrl.engines.train.fsdp2.expert_parallel import ExpertParallel
 from hpcrl.engines.train.fsdp2.spec import FSDP2Config
 from hpcrl.engines.train.fsdp2.weights import local
+from hpcrl.models.families import read_shape
+from hpcrl.planner.memory import check_sizes
 from hpcrl.rollout.batch import Batch
 from hpcrl.spec.trajectory import FIELDS, declare
 from tests.checkpoint.writing import write_files
 from tests.contracts.train.fsdp2 import gradients
+from tests.engines.architectures import tiny_config
 from tests.engines.test_resharding import full_tensors, same
 from tests.engines.worlds import (
     EXPERTS,
@@ -344,3 +347,30 @@ def test_what_is_not_combined_is_refused_in_one_line(
         RoleLayout.from_config(parse({"trainer": section, "layout": {"trainer": {"num_ranks": ranks}}}))
     (line,) = (line for line in error.value.problems if "fsdp2.expert_parallel" in line)
     assert re.search(message, line), line
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ({"model_type": "qwen2"}, "expert_parallel: 4, but qwen2 has no experts; use 1"),
+        ({"model_type": "qwen3_moe"} | EXPERTS["qwen3_moe"], None),
+        (
+            {"model_type": "qwen3_moe", "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+            "expert_parallel: 4 does not divide the 6 experts of a layer",
+        ),
+        (
+            tiny_config("llama4_text", num_local_experts=4).to_dict(),
+            "expert_parallel: 4, but llama4_text: .* does not take",
+        ),
+    ],
+    ids=["dense", "divisible", "indivisible", "others"],
+)
+def test_the_plan_refuses_models_whose_experts_cannot_be_distributed(
+    model: dict[str, Any], message: str | None
+) -> None:
+    sizes = {"vocab_size": 100, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True}
+    config = parse({"trainer": {"fsdp2": {"expert_parallel": 4}}, "layout": {"trainer": {"num_ranks": 4}}})
+    problems = check_sizes(config, RoleLayout.from_config(config), read_shape(sizes | model))
+    found = [problem.text for problem in problems if "expert_parallel" in problem.text]
+    assert len(found) == (message is not None) and (message is None or re.search(message, found[0])), found

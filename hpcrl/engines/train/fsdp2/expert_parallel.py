@@ -8,7 +8,7 @@ sent, without padding to a capacity. Routers, shared experts and all other modul
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -30,17 +30,15 @@ class ExpertParallel:
         """`hf` is on the meta device. ValueError if its experts cannot be distributed."""
         self.axis, self.dims, self.modules = axis, dict[str, int](), list[str]()
         self._kind = hf.config.model_type
-        for name, module in stacks(hf):
+        if why := obstacle(hf):
+            raise self._refusal(f"{why}; use 1")
+        for name, module in list(_stacks(hf)):
             self._distribute(name, module)
-        if not self.modules:
-            raise self._refusal("it has no experts that transformers stores as one tensor per matrix; use 1")
 
     def _refusal(self, why: str) -> ValueError:
         return ValueError(f"trainer.fsdp2.expert_parallel={self.axis.size}, but {self._kind}: {why}")
 
     def _distribute(self, name: str, module: Any) -> None:
-        if not hasattr(module, "_is_expert_parallel"):  # set on those that transformers' own parallelism can divide
-            raise self._refusal(f"{name} does not take tokens with chosen experts and weights; use 1")
         if module.num_experts % self.axis.size:
             raise self._refusal(f"{self.axis.size} does not divide the {module.num_experts} experts of {name}")
         module.num_experts //= self.axis.size
@@ -69,19 +67,47 @@ class ExpertParallel:
                 one = torch.cat([received, received.new_zeros(1, received.shape[1])])
                 weight = torch.cat([shares, shares.new_zeros(1, shares.shape[1])])[:, :1]
                 results = forward(one, own.new_zeros(1, 1), weight)[:0]
-            summed = torch.zeros_like(received).index_add(0, place, results)
-            returned = send_rows(summed, from_, to, axis)
-            return torch.zeros_like(states).index_add(0, token, returned)
+            returned = send_rows(_added(results, place, len(received)), from_, to, axis)
+            return _added(returned, token, len(states))
 
         return run
 
 
-def stacks(hf: nn.Module) -> Iterator[tuple[str, Any]]:
+def obstacle(hf: PreTrainedModel) -> str:
+    """Why a model's experts cannot be distributed; empty if they can."""
+    found = list(_stacks(hf))
+    if not found:
+        return "it has no experts that transformers keeps as one tensor per matrix"
+    # transformers sets this on experts that its own parallelism can divide
+    others = [name for name, module in found if not hasattr(module, "_is_expert_parallel")]
+    return f"{others[0]} does not take tokens with chosen experts and weights" if others else ""
+
+
+def _stacks(hf: nn.Module) -> Iterator[tuple[str, Any]]:
     """(name, module) of the experts of every mixture: modules whose parameters all have a row per expert."""
     for name, module in hf.named_modules():
         own, count = list(module.parameters(recurse=False)), getattr(module, "num_experts", None)
         if any(p.ndim >= 3 for p in own) and all(p.shape[0] == count for p in own):
             yield name, module
+
+
+def _added(rows: Tensor, places: Tensor, count: int) -> Tensor:
+    """[count, ...]: sums of the rows [n, ...] with the same place, int64 [n]."""
+    return cast(Tensor, _Added.apply(rows, places, count))
+
+
+class _Added(torch.autograd.Function):
+    """torch's index_add without the rows, which it keeps for their shape."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, places: Tensor, count: int) -> Tensor:
+        ctx.save_for_backward(places)
+        return rows.new_zeros(count, *rows.shape[1:]).index_add_(0, places, rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (places,) = ctx.saved_tensors
+        return grad.index_select(0, places), None, None
 
 
 @torch.no_grad()
