@@ -20,6 +20,7 @@ from hpcrl.config import TrainerConfig, parse
 from hpcrl.config.reading import ConfigError
 from hpcrl.engines.expert_routes import RouteShape
 from hpcrl.engines.train.fsdp2 import engine as fsdp2
+from hpcrl.engines.train.fsdp2.critic import FSDP2Critic
 from hpcrl.engines.train.fsdp2.engine import FSDP2Engine
 from hpcrl.engines.train.fsdp2.exchange import Axis
 from hpcrl.engines.train.fsdp2.expert_parallel import ExpertParallel
@@ -115,6 +116,20 @@ def steps_of(folder: Path, optimizer: str, **own: Any) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in trainer.named_weights()}
 
 
+def scores_of(folder: Path, **own: Any) -> dict[str, Tensor]:
+    """Log-probs in bfloat16 and of a reference, and a critic's values."""
+    batch = make_batch(LENGTHS)
+    given: dict[str, Any] = {"own": FSDP2Config(**own), "dtype": torch.float32, "total_steps": 1}
+    policy = FSDP2Engine(TrainerConfig(param_dtype="bfloat16"), folder, **given)
+    reference = FSDP2Engine(TrainerConfig(), folder, trainable=False, **given)
+    critic = FSDP2Critic(TrainerConfig(), folder, **given)
+    local(critic.model.get_parameter("hf.score.weight")).data.fill_(0.3)
+    mine = rows_of(policy, batch)
+    plan = plan_of(mine)
+    found = {"bfloat16": policy.logprobs(mine, plan, 0.7), "reference": reference.logprobs(mine, plan, 0.7)}
+    return found | {"values": critic.values(mine, plan)}
+
+
 def continued(folder: Path, source: Path, target: Path, **own: Any) -> tuple[dict[str, Tensor], list[str]]:
     """Load a checkpoint and save it; return the weights, and warnings."""
     trainer = engine(folder, **own)
@@ -156,6 +171,7 @@ def _two_ranks(folders: dict[str, Path], states: dict[str, Path]) -> dict[str, A
     frozen = engine(folder, trainer={"freeze": ["router", "embeddings"]}, expert_parallel=2)
     found["frozen"] = gradients_of(frozen, batch)
     found["clipped"] = clipped_step(folder, expert_parallel=2)
+    found["scores"] = scores_of(folder, expert_parallel=2)
     found |= {name: steps_of(folders["wide"], name, expert_parallel=2) for name in OPTIMIZERS}
     trainer = engine(folder, expert_parallel=2)
     found["bytes"] = [bytes_of_experts(each) for each in (trainer, engine(folder))]
@@ -200,6 +216,7 @@ def one_rank(
         found["one rank's experts"] = replayed_gradients(folder, 2)
         found["frozen"] = gradients_of(engine(folder, trainer={"freeze": ["router", "embeddings"]}), batch)
         found["clipped"] = clipped_step(folder)
+        found["scores"] = scores_of(folder)
         found |= {name: steps_of(folders["wide"], name) for name in OPTIMIZERS}
         trainer = engine(folder)
         step(trainer)
@@ -229,6 +246,16 @@ def test_gradients_equal_one_ranks(one_rank: dict[str, Any], two_ranks: list[dic
         for name, gradient in result["one rank's experts"].items():
             if name.endswith(EXPERT):
                 assert gradient[:2].any() and not gradient[2:].any(), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["bfloat16", "reference", "values"])
+def test_outputs_equal_one_ranks(name: str, one_rank: dict[str, Any], two_ranks: list[dict[str, Any]]) -> None:
+    rows = one_rank["scores"][name].split(list(LENGTHS))
+    for rank, result in enumerate(two_ranks):
+        tolerance = 0.05 if name == "bfloat16" else 2e-5
+        torch.testing.assert_close(result["scores"][name], torch.cat(rows[rank::2]), rtol=0, atol=tolerance)
+        assert result["scores"][name].any()
 
 
 @pytest.mark.slow
