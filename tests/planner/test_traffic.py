@@ -102,6 +102,24 @@ def test_fsdp2_context_parallel_exchanges_tokens_for_heads() -> None:
     assert again == 2 * 3 * 32 * (2 * 32 + 2 * 16) * 4 // 2
 
 
+def test_fsdp2_sends_tokens_to_experts() -> None:
+    """Experts of 2 x 4 x 3 x 24 x 32 = 18,432 numbers, and 3,232 + 2 x (2 x 32 x 32 + 2 x 16 x 32 + 4 x 32 + 2 x 32
+    + 2 x 8) = 9,792 others. On two ranks, experts are not gathered, and a token's two experts may be on both: states go
+    to both and back, in two layers and two passes."""
+    others, experts, routed = 9_792 * 4, 2 * 4 * 3 * 24 * 32 * 4, ("experts", "all_to_all")
+    assert MIXTURE.num_parameters * 4 == others + experts
+    sent_states = 2 * 2 * 2 * 2 * STATES
+    assert sent("fsdp2", 2, MIXTURE, expert_parallel=2) == {
+        GATHERED: others // 2,
+        SCATTERED: others // 2,
+        routed: sent_states // 2,
+    }
+    found = sent("fsdp2", 4, MIXTURE, expert_parallel=2)
+    assert found[GATHERED] == found[SCATTERED] == others * 3 // 4 + experts // 2 // 2
+    again = sent("fsdp2", 2, MIXTURE, expert_parallel=2, activation_checkpointing=True)
+    assert again[routed] == sent_states * 3 // 2 // 2
+
+
 def test_zero_reduces_at_the_end_or_in_each_micro_batch() -> None:
     assert sent("deepspeed", 2, zero_stage=1) == {GATHERED: ALL // 2, REDUCED: ALL}
     assert sent("deepspeed", 2, zero_stage=2) == {GATHERED: ALL // 2, REDUCED: 2 * ALL}

@@ -15,13 +15,16 @@ from tests.contracts.splits import Split
 
 SPLITS = {
     "shard": Split(2, model={"tie_word_embeddings": False}),
-    "experts": Split(2, family="qwen3_moe"),
+    "experts": Split(2, family="deepseek_v3"),
     "context": Split(2, {"context_parallel": 2}, family="llama"),
     "tensor": Split(2, {"tensor_parallel": 2}, family="qwen3", model={"tie_word_embeddings": False}),
     "tensor, experts": Split(2, {"tensor_parallel": 2}, family="qwen3_moe"),
+    "experts apart": Split(2, {"expert_parallel": 2}, family="qwen3_moe"),
+    "experts apart, biases": Split(2, {"expert_parallel": 2}, family="gpt_oss"),
     "replicas": Split(4, {"replicas": 2}),
     "shard, tensor": Split(4, {"tensor_parallel": 2}),
     "shard, context": Split(4, {"context_parallel": 2}, family="qwen3_moe"),
+    "shard, experts apart": Split(4, {"expert_parallel": 2}, family="deepseek_v3"),
     "tensor, context": Split(4, {"tensor_parallel": 2, "context_parallel": 2}, family="qwen3"),
     "shard, tensor, context": Split(8, {"tensor_parallel": 2, "context_parallel": 2}, family="qwen3"),
 }

@@ -18,21 +18,33 @@ from hpcrl.spec.weight_layout import TensorShards
 
 class ParallelMesh:
     """A rank's coordinates: rank = ((replica x shards) + shard) x tensor_parallel + tensor rank. Neighbouring shards
-    that have the same rows split the tokens (context parallelism).
+    that have the same rows split the tokens (context parallelism). With expert parallelism, which has none of these,
+    rank = shard of experts x expert_parallel + expert rank.
 
     Attributes:
         mesh: The device mesh for fully_shard, with the dimensions (replicas,) shards.
-        parts: The mesh of one copy, with the dimensions (tensor,) shards. A tensor is split over tensor ranks, then
-            over shards.
+        split_mesh: The device mesh for fully_shard of tensors that are split over tensor or expert ranks.
+        parts: The mesh of one copy, with the dimensions (tensor or expert,) shards. A tensor is split over tensor or
+            expert ranks, then over shards.
+        num_parts: Number of ranks over which a tensor is split before it is sharded.
+        part_ranks: These ranks.
         replicas: The ranks that hold the same part of every tensor.
+        experts: The ranks that have parts of a mixture's experts, and different rows.
     """
 
     def __init__(self, own: FSDP2Config, device: torch.device):
         """Collective over the ranks of the default group."""
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self.num_replicas, self.num_parts = own.replicas, own.tensor_parallel
-        self.num_shards = self.size // (own.replicas * own.tensor_parallel)
-        if own.replicas * own.tensor_parallel == 1:
+        self.num_replicas, self.num_parts = own.replicas, own.tensor_parallel * own.expert_parallel
+        self.num_shards = self.size // (own.replicas * self.num_parts)
+        self.experts = Axis()
+        if own.expert_parallel > 1:
+            self.mesh = init_device_mesh(device.type, (self.size,))
+            ranks = torch.arange(self.size).view(self.num_shards, self.num_parts).t().contiguous()
+            self.parts = DeviceMesh(device.type, ranks, mesh_dim_names=("expert", "shard"))
+            self.split_mesh = self.parts["shard"]
+            self.experts = Axis(self.parts.get_group("expert"), self.num_parts, self.parts.get_local_rank("expert"))
+        elif own.replicas * own.tensor_parallel == 1:
             self.mesh = self.parts = init_device_mesh(device.type, (self.size,))
         else:
             ranks = torch.arange(self.size).view(self.num_replicas, self.num_shards, self.num_parts)
@@ -41,22 +53,28 @@ class ParallelMesh:
             )
             self.mesh = mesh["replica", "shard"] if own.replicas > 1 else mesh["shard"]
             self.parts = mesh["tensor", "shard"] if own.tensor_parallel > 1 else mesh["shard"]
+        if own.expert_parallel == 1:
+            self.split_mesh = self.mesh
         self.replicas = Axis(self.mesh.get_group("replica"), own.replicas) if own.replicas > 1 else Axis()
         self.tokens = TokenRanks(*_axes(self.size, own.tensor_parallel, own.context_parallel))
+        self.part_ranks = self.experts if own.expert_parallel > 1 else self.tokens.tensor
 
     @property
     def num_data_parallel(self) -> int:
         """Number of data-parallel ranks, which are ranks or groups of ranks with their own rows."""
         return self.size // self.tokens.all.size
 
-    def placements(self, dim: int | None) -> list[Placement]:
-        """A tensor's placements on `parts`: split in dimension `dim` over tensor ranks, then by rows over shards."""
+    def placements(self, dim: int | None) -> tuple[DeviceMesh, list[Placement]]:
+        """The mesh of one copy and a tensor's placements on it: split in dimension `dim` over tensor or expert ranks,
+        then by rows over shards."""
         shards: list[Placement] = [Shard(0)]
-        return shards if self.num_parts == 1 else [Replicate() if dim is None else Shard(dim), *shards]
+        if dim is None and self.experts.size > 1:  # all ranks are its shards
+            return self.mesh, shards
+        return self.parts, shards if self.num_parts == 1 else [Replicate() if dim is None else Shard(dim), *shards]
 
     def as_part_of_whole(self, tensor: Tensor, dim: int | None) -> Tensor:
-        """Turn a shard of one tensor rank's part of a matrix, or of its moments, into a shard of the full matrix, in
-        the same memory. Other tensors are returned unchanged."""
+        """Turn a shard of one tensor or expert rank's part of a tensor, or of its moments, into a shard of the full
+        tensor, in the same memory. Other tensors are returned unchanged."""
         if dim is None or not isinstance(tensor, DTensor):
             return tensor
         shape = list(tensor.shape)
@@ -64,8 +82,7 @@ class ParallelMesh:
         strides = torch.empty(shape, device="meta").stride()
         whole = DTensor.from_local(
             tensor.to_local(),
-            self.parts,
-            self.placements(dim),
+            *self.placements(dim),
             run_check=False,
             shape=torch.Size(shape),
             stride=strides,
@@ -74,6 +91,8 @@ class ParallelMesh:
 
     def shards_of(self, name: str, dtype: str, shape: Sequence[int], dim: int | None) -> TensorShards:
         """Owned shards of a tensor whose parts are split by rows; `shape`: the whole tensor's."""
+        if dim is None and self.experts.size > 1:
+            return TensorShards.rows(name, dtype, shape, self.size)
         sizes, first = list(shape), dim or 0
         if dim is not None:
             sizes[dim] //= self.num_parts

@@ -30,6 +30,7 @@ from hpcrl.engines.train.dcp import Base
 from hpcrl.engines.train.fail_together import agreed
 from hpcrl.engines.train.fsdp2 import checkpoint
 from hpcrl.engines.train.fsdp2.device_mesh import ParallelMesh, check_heads
+from hpcrl.engines.train.fsdp2.expert_parallel import ExpertParallel
 from hpcrl.engines.train.fsdp2.frozen import freeze
 from hpcrl.engines.train.fsdp2.images import blocks_of, image_inputs, positions_of
 from hpcrl.engines.train.fsdp2.lora import Adapters
@@ -50,7 +51,7 @@ from hpcrl.engines.train.fsdp2.replay import RouterReplay
 from hpcrl.engines.train.fsdp2.router_training import RouterTraining, is_trained
 from hpcrl.engines.train.fsdp2.routers import ObservedRouter, RouterTable, named_routers, router_table
 from hpcrl.engines.train.fsdp2.sharding import shard, zeros_for_missing_sums
-from hpcrl.engines.train.fsdp2.spec import SPEC, FSDP2Config
+from hpcrl.engines.train.fsdp2.spec import SPEC, SPLITS, FSDP2Config
 from hpcrl.engines.train.fsdp2.tensor_parallel import TensorParallel
 from hpcrl.engines.train.fsdp2.trial import idle_parameters, try_architecture
 from hpcrl.engines.train.fsdp2.weights import NamedWeights, full_tensor, local
@@ -159,6 +160,10 @@ class FSDP2Engine:
         self.num_parameters = sum(p.numel() for p in hf.parameters())
         self.num_trained = sum(p.numel() for p in hf.parameters() if p.requires_grad)
         self.tensor_parallel_plan = agreed(lambda: TensorParallel(hf, ranks.tensor)) if ranks.tensor.size > 1 else None
+        divided, experts = self.mesh.experts.size > 1, self.mesh.experts
+        self.expert_parallel = agreed(lambda: ExpertParallel(hf, experts)) if divided else None
+        plan = self.expert_parallel or self.tensor_parallel_plan
+        self._split_dims: Mapping[str, int] = {} if plan is None else plan.dims
         of_rank = list(hf.parameters())
         gathered_bytes = self.compute_dtype.itemsize * sum(p.numel() for p in of_rank)
         gathered_bytes += 4 * sum(p.numel() for p in of_rank if p.requires_grad)
@@ -171,11 +176,12 @@ class FSDP2Engine:
         self.shards = list(self.model.parameters())  # walking the modules takes a twentieth of a small step
         self._of_mtp = [] if self.model.mtp is None else list(self.model.mtp.parameters())
         self._common = [p for name, p in self.model.named_parameters() if self._split_dim(name) is None]
+        experts_of = () if self.expert_parallel is None else self.expert_parallel.modules
+        self._kept_gathered: list[Any] = [self.model, *(self.model.hf.get_submodule(name) for name in experts_of)]
         del source, self._empty_mtp, self._read_mtp
         self.packing = probe_packing(self, ranks, obstacle)
         self.model.set_head_dtype(config.head_dtype)
-        dims = self.tensor_parallel_plan.dims if self.tensor_parallel_plan is not None else {}
-        self.weights = NamedWeights(self.model.hf, self.mesh, dims, self.lora)
+        self.weights = NamedWeights(self.model.hf, self.mesh, self._split_dims, self.lora)
         self.optimizer = self._make_optimizer() if trainable else None
         self._base = Base(str(model_path), self._fingerprint()) if self.lora is not None else None
         self._snapshots = self._make_snapshots()
@@ -243,9 +249,8 @@ class FSDP2Engine:
         return self.weights.fingerprint(earlier=True)
 
     def _split_dim(self, name: str) -> int | None:
-        """The dimension along which tensor parallelism splits a parameter, or None."""
-        plan = self.tensor_parallel_plan
-        return None if plan is None else plan.dims.get(name.removeprefix("hf."))
+        """The dimension along which tensor or expert parallelism splits a parameter, or None."""
+        return self._split_dims.get(name.removeprefix("hf."))
 
     def _as_part_of_whole(self, name: str, tensor: Tensor) -> Tensor:
         return self.mesh.as_part_of_whole(tensor, self._split_dim(name))
@@ -257,9 +262,10 @@ class FSDP2Engine:
         cannot be."""
         if self.mtp != "train" or not self.trainable:
             return None, None, None
-        if self.mesh.tokens.all.size > 1 or self.lora is not None or self.config.freeze or self.vision is not None:
-            text = "MTP layers are trained without tensor_parallel, context_parallel, trainer.lora, trainer.freeze"
-            raise ValueError(f"model.mtp=train: {text} and images; use keep")
+        divided = self.mesh.tokens.all.size * self.mesh.experts.size > 1
+        if divided or self.lora is not None or self.config.freeze or self.vision is not None:
+            text = "tensor_parallel, context_parallel, expert_parallel, trainer.lora, trainer.freeze and images"
+            raise ValueError(f"model.mtp=train: MTP layers are trained without {text}; use keep")
         content, names = self._config_json(), list(mtp_files(self.model_path))
         if why := untrainable(content, names):
             raise ValueError(f"model.mtp=train: {why}; use keep")
@@ -293,6 +299,8 @@ class FSDP2Engine:
             source,
             self.mesh,
             mtp=self._read_mtp,
+            split_dims=self._split_dims,
+            split_modules=() if self.expert_parallel is None else self.expert_parallel.modules,
             device=self.device,
             compute_dtype=self.compute_dtype,
             cpu_offload=self.own.cpu_offload,
@@ -336,8 +344,8 @@ class FSDP2Engine:
 
     def _reshard(self) -> None:
         """Free parameters gathered by forward passes without a backward pass."""
-        if self.sharded:
-            self.model.reshard()
+        for module in self._kept_gathered if self.sharded else ():
+            module.reshard()
 
     def _forward(self, batch: Batch, temperature: float, entropy: bool) -> tuple[Tensor, Tensor | None]:
         """(log-probs, entropies or None), float32 [T], 0 outside loss_mask."""
@@ -615,7 +623,8 @@ class FSDP2Engine:
         wanted = {kinds[name] for name in names if isinstance(self.weights[name], nn.Parameter)}
         most = self.lora is None or names == self.weights.all_names
         if self.sharded and self.keep_gathered and most and wanted == {self.compute_dtype}:
-            self.model.unshard()  # one collective, in the compute dtype, instead of one per tensor
+            for module in self._kept_gathered:  # a collective for each, in the compute dtype, not one per tensor
+                module.unshard()
         try:
             for name in names:
                 yield name, self.weights.full_tensor(name, kinds[name], merge)
@@ -719,7 +728,7 @@ class FSDP2Engine:
         }
 
     def _split_summary(self) -> dict[str, Any]:
-        split = {key: getattr(self.own, key) for key in ("replicas", "tensor_parallel", "context_parallel")}
+        split = {key: getattr(self.own, key) for key in SPLITS}
         return {"gathered_for_a_step": self.sharded and self.keep_gathered, **split}
 
 

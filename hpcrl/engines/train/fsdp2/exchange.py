@@ -81,6 +81,12 @@ def assemble(own: Tensor, places: Tensor, count: int, axis: Axis) -> Tensor:
     return cast(Tensor, _Assemble.apply(own, places, count, axis))
 
 
+def send_rows(own: Tensor, to: Sequence[int], from_: Sequence[int], axis: Axis) -> Tensor:
+    """[sum(from_), ...]: from rank i, from_[i] of its rows, in its order. `own` [sum(to), ...] has the rows for each
+    rank in order of ranks, of which rank i gets to[i]."""
+    return cast(Tensor, _Send.apply(own, tuple(to), tuple(from_), axis))
+
+
 def stack(own: Tensor, axis: Axis) -> Tensor:
     """[n, ...]: the tensors of all ranks, in order. No gradient."""
     parts = own.new_empty(axis.size, *own.shape)
@@ -165,6 +171,23 @@ class _Parts(torch.autograd.Function):
         returned = torch.empty_like(grad)
         dist.all_to_all_single(returned, grad.contiguous(), ctx.to, ctx.from_, group=ctx.axis.group)
         return torch.empty_like(grad).index_copy_(0, ctx.order, returned), None, None
+
+
+def _send(own: Tensor, to: Sequence[int], from_: Sequence[int], axis: Axis) -> Tensor:
+    received = own.new_empty(sum(from_), *own.shape[1:])
+    dist.all_to_all_single(received, own.contiguous(), list(from_), list(to), group=axis.group)
+    return received
+
+
+class _Send(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, to: tuple[int, ...], from_: tuple[int, ...], axis: Axis) -> Tensor:
+        ctx.to, ctx.from_, ctx.axis = to, from_, axis
+        return _send(own, to, from_, axis)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return _send(grad, ctx.from_, ctx.to, ctx.axis), None, None, None
 
 
 class _Assemble(torch.autograd.Function):

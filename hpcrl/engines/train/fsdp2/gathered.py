@@ -13,7 +13,7 @@ from itertools import accumulate
 
 from hpcrl.config import Config
 from hpcrl.engines.train.fsdp2.spec import FSDP2Config, is_unsharded
-from hpcrl.models.shape import MTP_PREFIX, ModelShape, Unit
+from hpcrl.models.shape import MTP_PREFIX, ModelShape, Parameter, Unit
 from hpcrl.planner.activations import FP32
 from hpcrl.planner.adapters import trained, with_adapters
 from hpcrl.planner.memory_parts import BYTES, Part, has_gpus, samples_of_an_update
@@ -36,6 +36,7 @@ class GatheredState:
         whole, learnt: All parameters, and the trained ones, of one tensor-parallel rank.
         num_bytes: Bytes of a number in the compute dtype.
         num_shards: Ranks that share the parameters.
+        num_expert_shards: Ranks that share the parameters of experts.
         unsharded: Whether the parameters are plain tensors.
         by_layer: Whether layers are gathered one by one.
         sums: Whether gradients are summed over several micro-batches before they are reduced.
@@ -46,6 +47,7 @@ class GatheredState:
     learnt: ModelShape
     num_bytes: int
     num_shards: int
+    num_expert_shards: int
     unsharded: bool
     by_layer: bool
     sums: bool
@@ -64,11 +66,16 @@ class GatheredState:
             learnt,
             compute,
             1 if unsharded else own.num_shards(num_ranks),
+            1 if unsharded else own.num_expert_shards(num_ranks),
             unsharded,
             by_layer=not unsharded and not stays_gathered(with_adapters(config, policy), compute, num_trained),
             sums=rows * config.max_row_tokens > config.trainer.max_tokens_per_micro_batch,
             gloo=num_ranks > 1 and not has_gpus(config, ("trainer",)),
         )
+
+    def shards_of(self, parameter: Parameter) -> int:
+        """Ranks that share a parameter, or the part of it that a rank has."""
+        return self.num_expert_shards if parameter.split == "expert" else self.num_shards
 
     @property
     def _outside(self) -> int:
@@ -160,9 +167,10 @@ class GatheredState:
         return waiting + own * FP32 + max(own * self.num_bytes, self._reduced(own))
 
     def _reduced(self, numbers: int) -> int:
-        """Bytes beside the buffer while it is reduced: the result, and copies by gloo, or by FSDP2 on a single rank."""
-        copies = self.gloo or self.num_shards == 1
-        return -(-numbers // self.num_shards) * FP32 + numbers * FP32 * copies
+        """Bytes beside the buffer while it is reduced: the result, and copies by gloo, or by FSDP2 on a single rank. In
+        the result, all parameters count as those of experts, which have the fewest shards."""
+        copies = self.gloo or self.num_expert_shards == 1
+        return -(-numbers // self.num_expert_shards) * FP32 + numbers * FP32 * copies
 
     @cached_property
     def _before(self) -> dict[Unit, int]:

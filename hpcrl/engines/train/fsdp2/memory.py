@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain
 
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.config import Config, Problem
 from hpcrl.engines.train.fsdp2.gathered import GatheredState, stays_gathered
 from hpcrl.engines.train.fsdp2.spec import BLOCK, MIN_NUMBERS, FSDP2Config, indivisible_heads, is_unsharded, problem
-from hpcrl.engines.train.fsdp2.traffic import is_for_muon, step_traffic
+from hpcrl.engines.train.fsdp2.traffic import is_for_muon, receivers, step_traffic
 from hpcrl.engines.train.router_keys import without_routers
 from hpcrl.models.from_transformers import empty_model
 from hpcrl.models.shape import CannotPlanError, ModelShape, ModelSource, Parameter
@@ -30,9 +30,14 @@ STEP_BYTES = 4
 """Bytes of AdamW's step counter per tensor."""
 
 
-def shard_size(shape: ModelShape, num_ranks: int, rank: int = 0) -> int:
+ShardsOf = Callable[[Parameter], int]
+"""Number of ranks that share a parameter."""
+
+
+def shard_size(shape: ModelShape, num_ranks: int | ShardsOf, rank: int = 0) -> int:
     """Numbers in a rank's shard: every parameter's rows are split into equal blocks; the last ranks get fewer."""
-    return sum(_shard_rows(p, num_ranks, rank) * (p.size // p.shape[0]) for p in shape.parameters)
+    of = num_ranks if callable(num_ranks) else lambda parameter: num_ranks
+    return sum(_shard_rows(p, of(p), rank) * (p.size // p.shape[0]) for p in shape.parameters)
 
 
 def _shard_rows(parameter: Parameter, num_ranks: int, rank: int) -> int:
@@ -41,10 +46,10 @@ def _shard_rows(parameter: Parameter, num_ranks: int, rank: int) -> int:
     return max(0, min(block, rows - rank * block))
 
 
-def optimizer_bytes(config: Config, shape: ModelShape, num_shards: int = 1) -> int:
+def optimizer_bytes(config: Config, shape: ModelShape, shards_of: ShardsOf = lambda parameter: 1) -> int:
     """Optimizer bytes for these parameters' shards: AdamW's two moments, in the weights' type, and its counters; for
     matrices of layers Muon's momentum, codes and scales of 8-bit moments, or Adafactor's vectors."""
-    return sum(_state_bytes(config, parameter, num_shards) for parameter in shape.parameters)
+    return sum(_state_bytes(config, parameter, shards_of(parameter)) for parameter in shape.parameters)
 
 
 def _state_bytes(config: Config, parameter: Parameter, num_shards: int) -> int:
@@ -79,7 +84,7 @@ def _has_own_update(config: Config, parameter: Parameter) -> bool:
     return parameter.size >= MIN_NUMBERS and parameter.size // parameter.shape[0] >= BLOCK
 
 
-def _update_of_a_matrix(config: Config, shape: ModelShape, num_shards: int) -> Part:
+def _update_of_a_matrix(config: Config, shape: ModelShape, shards_of: ShardsOf) -> Part:
     """Peak memory of updating one matrix, or stack of matrices. Muon: the whole matrix, and during Newton-Schulz
     iterations the matrix before and after one, their sum, and three products of its shorter side. 8-bit AdamW: padded
     shards of weights and gradients. Adafactor: fp32 squares of a shard's gradients, the update, and its squares."""
@@ -92,8 +97,8 @@ def _update_of_a_matrix(config: Config, shape: ModelShape, num_shards: int) -> P
         columns = parameter.size // parameter.shape[0]
         if config.trainer.optimizer == "adafactor":
             copied = 3 + (master != FP32)
-            return copied * _shard_rows(parameter, num_shards, 0) * columns * FP32
-        filled = _shard_rows(parameter, num_shards, 0) * _filled(columns)
+            return copied * _shard_rows(parameter, shards_of(parameter), 0) * columns * FP32
+        filled = _shard_rows(parameter, shards_of(parameter), 0) * _filled(columns)
         return 2 * filled * master * (columns % BLOCK > 0)
 
     most = max((of(p) for p in shape.parameters if _has_own_update(config, p)), default=0)
@@ -108,10 +113,10 @@ def _gathered_numbers(shape: ModelShape, all_at_once: bool) -> int:
     return outside + LAYERS_GATHERED * layer
 
 
-def _held_bytes(config: Config, shape: ModelShape, num_shards: int) -> int:
+def _held_bytes(config: Config, shape: ModelShape, shards_of: ShardsOf) -> int:
     """Bytes of a rank's trained and frozen parameters."""
-    learnt = shard_size(trained(config, shape), num_shards) * BYTES[config.model.dtype]
-    return learnt + shard_size(frozen(config, shape), num_shards) * BYTES[config.base_dtype]
+    learnt = shard_size(trained(config, shape), shards_of) * BYTES[config.model.dtype]
+    return learnt + shard_size(frozen(config, shape), shards_of) * BYTES[config.base_dtype]
 
 
 def fsdp2_parts(config: Config, shape: ModelShape, num_ranks: int) -> list[Part]:
@@ -123,9 +128,9 @@ def fsdp2_parts(config: Config, shape: ModelShape, num_ranks: int) -> list[Part]
     policy = shape_of_rank(own, shape)
     shape = with_mtp(config, policy)
     state = GatheredState.of(config, policy, shape, num_ranks)
-    learnt, numbers = state.learnt, shard_size(state.learnt, state.num_shards)
-    master, optimizer = BYTES[config.model.dtype], optimizer_bytes(config, learnt, state.num_shards)
-    stored = shard_size(saved(config, shape), state.num_shards)
+    learnt, numbers = state.learnt, shard_size(state.learnt, state.shards_of)
+    master, optimizer = BYTES[config.model.dtype], optimizer_bytes(config, learnt, state.shards_of)
+    stored = shard_size(saved(config, shape), state.shards_of)
     given = (config, policy, tokens, own.activation_checkpointing)
     of_policy = list(moments(*given, _of_other_ranks(config, policy, tokens)))
     kept = min(moment.parts["activations"] for moment in of_policy if moment.unit is None)
@@ -133,10 +138,10 @@ def fsdp2_parts(config: Config, shape: ModelShape, num_ranks: int) -> list[Part]
     # Gradients of a gathered model are reduced after the last backward, others after each backward.
     reduced: tuple[Phase, ...] = ("train", "update") if state.by_layer else ("update",)
     return [
-        Part("trainer", "weights", _held_bytes(config, shape, state.num_shards), PHASES, own.cpu_offload),
+        Part("trainer", "weights", _held_bytes(config, shape, state.shards_of), PHASES, own.cpu_offload),
         Part("trainer", "optimizer", optimizer, PHASES, own.cpu_offload),
         Part("trainer", "gradients", numbers * master, reduced, own.cpu_offload),
-        _update_of_a_matrix(config, learnt, state.num_shards),
+        _update_of_a_matrix(config, learnt, state.shards_of),
         *fullest(found, state.parts_at),
         *state.reduction(numbers * master * (not own.cpu_offload)),
         Part("trainer", "snapshot", (stored * master + optimizer) * bool(config.save_every), on_host=True),
@@ -169,7 +174,9 @@ def _of_mixers(source: ModelSource) -> frozenset[str]:
 
 
 def shape_of_rank(own: FSDP2Config, shape: ModelShape) -> ModelShape:
-    """The model with one tensor parallel rank's parameters."""
+    """The model with one tensor or expert parallel rank's parameters."""
+    if own.expert_parallel > 1:
+        return dataclasses.replace(shape, parameters=tuple(_of_experts(own, p) for p in shape.parameters))
     if own.tensor_parallel == 1:
         return shape
     whole = frozenset() if shape.source is None else _of_mixers(shape.source)
@@ -185,6 +192,13 @@ def shape_of_rank(own: FSDP2Config, shape: ModelShape) -> ModelShape:
     return dataclasses.replace(shape, parameters=tuple(map(part, shape.parameters)))
 
 
+def _of_experts(own: FSDP2Config, parameter: Parameter) -> Parameter:
+    if parameter.split != "expert":
+        return parameter
+    num_experts, *sizes = parameter.shape
+    return dataclasses.replace(parameter, shape=(num_experts // own.expert_parallel, *sizes))
+
+
 def _tokens(config: Config, shape: ModelShape, num_samples: int, num_ranks: int) -> Tokens:
     """A rank's share of the tokens of its rows' largest micro-batch."""
     width = config.trainer.section(FSDP2Config).ranks_of_a_row
@@ -194,13 +208,42 @@ def _tokens(config: Config, shape: ModelShape, num_samples: int, num_ranks: int)
 def _of_other_ranks(config: Config, shape: ModelShape, tokens: Tokens) -> Beside:
     own, compute = config.trainer.section(FSDP2Config), BYTES[config.trainer.param_dtype]
     outside = of_other_ranks(own, shape, tokens, compute, 0)
-    return Beside(of_other_ranks(own, shape, tokens, compute, 1) - outside, outside)
+    layer = of_other_ranks(own, shape, tokens, compute, 1) - outside
+    return Beside(layer, outside + _exchanged_bytes(own, shape, tokens, compute))
+
+
+def _exchanged_bytes(own: FSDP2Config, shape: ModelShape, tokens: Tokens, num_bytes: int) -> int:
+    """Bytes of the exchange with experts of other ranks in one layer, if tokens choose experts evenly: states sent and
+    received, their sums, and the sums that return."""
+    if own.expert_parallel == 1:
+        return 0
+    return 4 * tokens.total * receivers(own, shape) * shape.hidden_size * num_bytes
 
 
 def of_other_ranks(own: FSDP2Config, shape: ModelShape, tokens: Tokens, num_bytes: int, num_layers: int) -> int:
     """Bytes kept of other tensor parallel ranks' tokens: cosines and sines, and in these layers the inputs of split
     matrices."""
     return (own.tensor_parallel - 1) * tokens.total * 2 * (shape.head_dim + num_layers * shape.hidden_size) * num_bytes
+
+
+@functools.lru_cache(maxsize=8)
+def _obstacle(source: ModelSource) -> str:
+    from hpcrl.engines.train.fsdp2.expert_parallel import obstacle
+
+    return obstacle(empty_model(source))
+
+
+def _indistributable(own: FSDP2Config, shape: ModelShape) -> Iterator[Problem]:
+    """Why the experts of a layer cannot be distributed."""
+    if own.expert_parallel == 1:
+        return
+    if not shape.num_experts:
+        yield problem("expert_parallel", f"{own.expert_parallel}, but {shape.family} has no experts; use 1")
+    elif shape.num_experts % own.expert_parallel:
+        text = f"{own.expert_parallel} does not divide the {shape.num_experts} experts of a layer"
+        yield problem("expert_parallel", text)
+    elif shape.source is not None and (why := _obstacle(shape.source)):
+        yield problem("expert_parallel", f"{own.expert_parallel}, but {shape.family}: {why}; use 1")
 
 
 def _indivisible(own: FSDP2Config, shape: ModelShape) -> Iterator[Problem]:
@@ -223,7 +266,7 @@ class FSDP2Plan:
 
     def check(self, config: Config, layout: RoleLayout, shape: ModelShape) -> list[Problem]:
         own = config.trainer.section(FSDP2Config)
-        return [*_indivisible(own, shape), *without_routers(own, shape, problem)]
+        return [*_indivisible(own, shape), *_indistributable(own, shape), *without_routers(own, shape, problem)]
 
     def trainer_parts(self, config: Config, shape: ModelShape, num_ranks: int) -> list[Part]:
         return fsdp2_parts(config, shape, num_ranks)
@@ -231,7 +274,9 @@ class FSDP2Plan:
     def reference_parts(self, config: Config, shape: ModelShape, num_ranks: int) -> list[Part]:
         own, compute = config.trainer.section(FSDP2Config), BYTES[config.trainer.param_dtype]
         shape = shape_of_rank(own, shape)
-        weights = shard_size(shape, own.num_shards(num_ranks)) * BYTES[config.model.dtype]
+        weights = (
+            shard_size(shape, GatheredState.of(config, shape, shape, num_ranks).shards_of) * BYTES[config.model.dtype]
+        )
         gathered = _gathered_numbers(shape, stays_gathered(shape, compute, 0)) * compute
         gathered *= not is_unsharded(config, num_ranks)
         return forward_parts(config, shape, num_ranks, weights, gathered, own.cpu_offload, own.ranks_of_a_row)
@@ -266,7 +311,11 @@ class FSDP2Plan:
 
     def rows(self, config: Config, layout: RoleLayout, shape: ModelShape) -> Iterator[PlanRow]:
         own, ranks = config.trainer.section(FSDP2Config), len(layout.ranks["trainer"])
-        if own.replicas * own.ranks_of_a_row > 1:
+        if own.expert_parallel > 1:
+            shards = own.num_expert_shards(ranks)
+            text = f"{own.expert_parallel} parts of the experts in {shards} shard(s) each"
+            yield "split", f"data {ranks} = {ranks} ranks; {text}, other parameters in {ranks} shards"
+        elif own.replicas * own.ranks_of_a_row > 1:
             shards = own.num_shards(ranks)
             data = shards // own.context_parallel
             yield (

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from hpcrl.config import TrainerConfig
@@ -47,8 +48,15 @@ def make_optimizer(
         {"params": [p for p in rest if id(p) in shrinks], **decayed},
         {"params": [p for p in rest if id(p) not in shrinks], "weight_decay": 0.0},
     ]
-    groups = [group for group in groups if group["params"]]
+    groups = [group | {"params": own} for group in groups for own in _by_mesh(group["params"])]
     return kind(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+
+
+def _by_mesh(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """The parameters that are sharded over the same ranks. A fused step takes no others."""
+    meshes = [p.device_mesh if isinstance(p, DTensor) else None for p in parameters]
+    for mesh in dict.fromkeys(meshes):
+        yield [p for p, own in zip(parameters, meshes, strict=True) if own == mesh]
 
 
 def in_layers(hf: PreTrainedModel) -> Iterator[Tensor]:

@@ -65,8 +65,8 @@ def probe_packing(engine: Probed, ranks: TokenRanks, obstacle: str) -> bool:
             model.set_packing(True)
             alone = torch.cat([run(model, [row], layout([len(row)])) for row in rows])
             found += [alone - wanted, run(model, rows, layout(lengths, shared)) - alone]
-    if isinstance(model, FSDPModule):
-        model.reshard()
+    for module in (module for module in model.modules() if isinstance(module, FSDPModule)):
+        module.reshard()
     agreed = torch.stack([difference.abs().mean() for difference in found]).nan_to_num(nan=math.inf)
     dist.all_reduce(agreed, dist.ReduceOp.MAX)
     head_off, noise, *packed_off = agreed.tolist()

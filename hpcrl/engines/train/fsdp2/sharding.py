@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, cast
 
 import torch
@@ -30,6 +30,8 @@ def shard(
     mesh: ParallelMesh,
     *,
     mtp: MTPLayers | None = None,
+    split_dims: Mapping[str, int],
+    split_modules: Collection[str],
     device: torch.device,
     compute_dtype: torch.dtype,
     cpu_offload: bool,
@@ -37,7 +39,12 @@ def shard(
 ) -> PackedCausalLM:
     """Shard an empty model, then fill it tensor by tensor from rank 0's copy, `source` and, if its MTP layers are
     trained, `mtp`, so no other rank holds a full model. With by_layer, each layer is gathered when it computes, instead
-    of all layers at once. Collective."""
+    of all layers at once. Collective.
+
+    Args:
+        split_dims: Maps the name (in `model.hf`) of a parameter of which a rank has a part to the split dimension.
+        split_modules: Names (in `model.hf`) of the modules that are sharded over mesh.split_mesh.
+    """
 
     def computed_in(dtype: torch.dtype) -> MixedPrecisionPolicy:
         return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
@@ -48,6 +55,9 @@ def shard(
         "offload_policy": CPUOffloadPolicy(pin_memory=device.type == "cuda") if cpu_offload else OffloadPolicy(),
     }
     names = [name for name, _ in model.named_parameters()]
+    for name in split_modules:
+        module = model.hf.get_submodule(name)
+        fully_shard(module, reshard_after_forward=by_layer, **options | {"mesh": mesh.split_mesh})
     if by_layer:
         for module in list(model.modules()):
             if type(module).__name__ in (model.hf._no_split_modules or ()):
@@ -67,14 +77,13 @@ def shard(
     model.to_empty(device="cpu" if cpu_offload else device)
     parts = {"hf": source, "mtp": mtp}
     full = {f"{part}.{name}": p for part, held in parts.items() if held for name, p in held.named_parameters()}
-    split_dims = model.tensor_parallel_plan.dims if model.tensor_parallel_plan is not None else {}
     with torch.no_grad():
         for name in names:
             part = cast(DTensor, model.get_parameter(name))
             dim = split_dims.get(name.removeprefix("hf."))
             shape = mesh.as_part_of_whole(part, dim).shape
             whole = full[name].to(device) if full else torch.empty(shape, dtype=part.dtype, device=device)
-            own = distribute_tensor(whole, mesh.parts, mesh.placements(dim)).to_local()
+            own = distribute_tensor(whole, *mesh.placements(dim)).to_local()
             if mesh.num_replicas > 1:
                 dist.broadcast(own, group=mesh.replicas.group, group_src=0)
             part.to_local().copy_(own)

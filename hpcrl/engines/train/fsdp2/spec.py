@@ -18,6 +18,8 @@ from hpcrl.spec.media import IMAGE
 from hpcrl.spec.problems import Problem, engine_problem
 
 AT = ("trainer", "fsdp2")
+SPLITS = ("replicas", "tensor_parallel", "context_parallel", "expert_parallel")
+"""Keys that are numbers of ranks."""
 problem = functools.partial(engine_problem, AT)
 
 
@@ -42,6 +44,9 @@ class FSDP2Config(Section):
     the tokens over these ranks."""
     context_parallel: Positive = 1
     """Ranks over which the tokens of sequences are split; for attention they exchange tokens for heads."""
+    expert_parallel: Positive = 1
+    """Mixture of experts: consecutive ranks over which the whole experts of a layer are distributed. They have
+    different rows, and send tokens to the ranks of their experts. The other parameters are sharded over all ranks."""
     aux_loss: NonNegative = 0.0
     """Mixture of experts: coefficient of the load-balancing loss of each sequence and layer, averaged over sequences
     (arXiv 2101.03961; per sequence: arXiv 2412.19437)."""
@@ -62,8 +67,12 @@ class FSDP2Config(Section):
         return self.tensor_parallel * self.context_parallel
 
     def num_shards(self, num_ranks: int) -> int:
-        """Ranks that share a parameter, or their part of a split matrix."""
+        """Ranks that share a parameter other than an expert's, or their part of a split matrix."""
         return num_ranks // (self.replicas * self.tensor_parallel)
+
+    def num_expert_shards(self, num_ranks: int) -> int:
+        """Ranks that share their part of the experts of a layer."""
+        return self.num_shards(num_ranks) // self.expert_parallel
 
 
 def divide(config: Any, num_ranks: int) -> Division:
@@ -78,6 +87,10 @@ def divide(config: Any, num_ranks: int) -> Division:
         keys = ("replicas", "tensor_parallel", "context_parallel")
         first, *others = sorted(keys, key=lambda key: -getattr(own, key))
         raise DivisionError([problem(first, text, *others)])
+    if num_ranks % own.expert_parallel:
+        raise DivisionError(
+            [problem("expert_parallel", f"{own.expert_parallel} does not divide the {num_ranks} ranks")]
+        )
     width = own.ranks_of_a_row
     groups = tuple(tuple(range(first, first + width)) for first in range(0, num_ranks, width))
     return Division(groups, tuple(group[0] for group in groups), (tuple(range(num_ranks)),))
@@ -138,6 +151,7 @@ def check_attention(config: Any, own: Any, at: tuple[str, str]) -> Iterator[Prob
 
 def _check(config: Any) -> Iterator[Problem]:
     own = config.trainer.section(FSDP2Config)
+    yield from _check_experts(config, own)
     yield from check_attention(config, own, AT)
     yield from frozen_routers(config, own, problem)
     yield from _check_mtp(config, own)
@@ -149,11 +163,25 @@ def _check(config: Any) -> Iterator[Problem]:
             yield Problem((*AT, "tensor_parallel"), f"trainer.fsdp2.tensor_parallel: {text}", involved)
 
 
+def _check_experts(config: Any, own: FSDP2Config) -> Iterator[Problem]:
+    """Report what is not combined with expert parallelism."""
+    if own.expert_parallel == 1:
+        return
+    for key in SPLITS:
+        if key != "expert_parallel" and getattr(own, key) > 1:
+            text = f"{own.expert_parallel} distributes experts over ranks of one copy that have different, whole rows"
+            yield problem("expert_parallel", f"{text}, without {key}; use 1 for one of them", key)
+    if config.lora is not None:
+        text = f"{own.expert_parallel}, but experts of models with adapters are not distributed; use 1"
+        yield Problem((*AT, "expert_parallel"), f"trainer.fsdp2.expert_parallel: {text}", (("trainer", "lora"),))
+
+
 def _check_mtp(config: Any, own: FSDP2Config) -> Iterator[Problem]:
     """Report what the training of MTP layers does not support."""
     if config.model.mtp != "train":
         return
-    split = {f"trainer.fsdp2.{key}": getattr(own, key) > 1 for key in ("tensor_parallel", "context_parallel")}
+    keys = ("tensor_parallel", "context_parallel", "expert_parallel")
+    split = {f"trainer.fsdp2.{key}": getattr(own, key) > 1 for key in keys}
     whole = {"trainer.lora": config.lora is not None, "trainer.freeze": bool(config.trainer.freeze)}
     for key in [key for key, used in (split | whole).items() if used]:
         text = f"train needs whole layers of the policy, all trained, without {key}; use keep"
@@ -173,7 +201,8 @@ def _check_adamw8bit(config: Any) -> Iterator[Problem]:
 
 
 def _check_adafactor(config: Any) -> Iterator[Problem]:
-    yield from _needs(config, "adafactor", "whole rows on the device", ("tensor_parallel", "cpu_offload"))
+    keys = ("tensor_parallel", "expert_parallel", "cpu_offload")
+    yield from _needs(config, "adafactor", "whole rows and all experts of a layer on the device", keys)
 
 
 def _needs(config: Any, name: str, what: str, without: tuple[str, ...]) -> Iterator[Problem]:
@@ -219,9 +248,7 @@ SPEC = TrainEngineSpec(
         "attention",
         "activation_checkpointing",
         "cpu_offload",
-        "replicas",
-        "tensor_parallel",
-        "context_parallel",
+        *SPLITS,
     ),
     plan="hpcrl.engines.train.fsdp2.memory:PLAN",
     unsupported=lacking,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 from hpcrl.config import Config
 from hpcrl.engines.train.fsdp2.spec import FSDP2Config
@@ -23,7 +24,7 @@ def step_traffic(config: Config, part: ModelShape, num_ranks: int, work: StepWor
     """Bytes that each rank sends.
 
     Args:
-        part: The model with only one tensor-parallel rank's parameters.
+        part: The model with only one tensor- or expert-parallel rank's parameters.
         at_once: Whether the model stays gathered during a step.
 
     - Parameters: an all-gather among the shards in the compute dtype. It happens once if parameters stay gathered;
@@ -34,25 +35,31 @@ def step_traffic(config: Config, part: ModelShape, num_ranks: int, work: StepWor
       reduce-scattered after it, and the reverse in the backward pass.
     - Context parallelism, in each layer and both passes: an all-to-all of queries, keys, values and results between
       ranks that split tokens and ranks that split heads.
+    - Expert parallelism: parameters and gradients of experts are exchanged among the ranks that have the same ones. In
+      both passes, an all-to-all sends each token once to every rank with some of its experts, at most, and
+      back.
     - Recomputation in the backward pass repeats the exchanges of what it computes. Muon gathers each matrix.
     """
     own, compute = config.trainer.section(FSDP2Config), BYTES[config.trainer.param_dtype]
     shards, tensor = own.num_shards(num_ranks), own.tensor_parallel
     whole, learnt = with_adapters(config, part), trained(config, part)
-    gathers, reductions = whole.num_parameters, learnt.num_parameters
-    if not at_once:
-        _, outside = whole.gathered_together
-        gathers = work.num_micro_batches * (2 * gathers - outside)
-        reductions *= work.num_micro_batches
-    yield from exchanged("parameters", "all_gather", gathers * compute, shards)
-    yield from exchanged("gradients", "reduce_scatter", reductions * FP32, shards)
+    for experts, ranks in ((False, shards), (True, own.num_expert_shards(num_ranks))):
+        some, trained_some = _only(whole, experts), _only(learnt, experts)
+        gathers, reductions = some.num_parameters, trained_some.num_parameters
+        if not at_once:
+            _, outside = some.gathered_together
+            gathers = work.num_micro_batches * (2 * gathers - outside)
+            reductions *= work.num_micro_batches
+        yield from exchanged("parameters", "all_gather", gathers * compute, ranks)
+        yield from exchanged("gradients", "reduce_scatter", reductions * FP32, ranks)
     yield from exchanged("gradients", "all_reduce", learnt.num_parameters * FP32 // shards, own.replicas)
     splits = {parameter.name: parameter.split for parameter in part.parameters}
     common = sum(parameter.size for parameter in learnt.parameters if not _is_split(parameter, splits))
     yield from exchanged("gradients", "all_reduce", common * BYTES[config.model.dtype] // shards, tensor)
     if config.trainer.optimizer == "muon":
-        matrices = sum(p.size for p in learnt.parameters if is_for_muon(p))
-        yield from exchanged("matrices for Muon", "all_gather", matrices * compute, shards)
+        for experts, ranks in ((False, shards), (True, own.num_expert_shards(num_ranks))):
+            matrices = sum(p.size for p in _only(learnt, experts).parameters if is_for_muon(p))
+            yield from exchanged("matrices for Muon", "all_gather", matrices * compute, ranks)
     yield from _activations(own, part, work.num_tokens, compute)
 
 
@@ -62,6 +69,16 @@ def _is_split(parameter: Parameter, splits: Mapping[str, str]) -> bool:
         factor = {"column": B, "key": B, "row": A}.get(splits[adapted(parameter.name)])
         return factor is not None and parameter.name.endswith(factor)
     return parameter.split not in ("whole", "vocabulary")
+
+
+def _only(shape: ModelShape, experts: bool) -> ModelShape:
+    """The shape with only the parameters of experts, or only the others."""
+    return replace(shape, parameters=tuple(p for p in shape.parameters if (p.split == "expert") == experts))
+
+
+def receivers(own: FSDP2Config, shape: ModelShape) -> int:
+    """Ranks to which an expert-parallel rank sends a token, at most: each has some of its experts."""
+    return min(shape.experts_per_token, own.expert_parallel)
 
 
 def _activations(own: FSDP2Config, shape: ModelShape, num_tokens: int, num_bytes: int) -> Iterator[Sent]:
@@ -76,3 +93,6 @@ def _activations(own: FSDP2Config, shape: ModelShape, num_tokens: int, num_bytes
     width = 2 * (shape.num_heads // tensor + kv_heads * repeats) * shape.head_dim
     swapped = shape.num_layers * (forwards + 1) * tokens * width * num_bytes
     yield from exchanged("attention", "all_to_all", swapped, context)
+    sent = receivers(own, shape) * num_tokens * shape.hidden_size * num_bytes
+    exchanges = 2 * len(shape.expert_layers) * (forwards + 1)
+    yield from exchanged("experts", "all_to_all", exchanges * sent, own.expert_parallel)

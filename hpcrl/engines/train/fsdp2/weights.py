@@ -29,7 +29,7 @@ class NamedWeights:
         names: The trained parameters: all_names or, with adapters, only the adapters' parameters.
         adapters_of: If generators get merged weights, maps a matrix with an adapter to the names of the adapter's two.
         published: `names` or, if generators get merged weights, the names of a model without adapters.
-        split_dims: Maps a matrix's name to the dimension that is split over tensor-parallel ranks.
+        split_dims: Maps a tensor's name to the dimension that is split over tensor- or expert-parallel ranks.
     """
 
     def __init__(
@@ -83,13 +83,13 @@ class NamedWeights:
         for name in names:
             tensor = self[name]
             dim, shape = self.split_dims.get(name), list(tensor.shape)
+            dtype = str(tensor.dtype).removeprefix("torch.")
             if not isinstance(tensor, nn.Parameter) and not (buffers_split and shape):  # every rank has the whole
-                kind = str(tensor.dtype).removeprefix("torch.")
-                found.append(TensorShards.unsharded(name, kind, shape, range(self._mesh.size)))
+                found.append(TensorShards.unsharded(name, dtype, shape, range(self._mesh.size)))
                 continue
             if dim is not None:
                 shape[dim] *= self._mesh.num_parts
-            shards = self._mesh.shards_of(name, str(tensor.dtype).removeprefix("torch."), shape, dim)
+            shards = self._mesh.shards_of(name, dtype, shape, dim)
             found.append(msgspec.structs.replace(shards, frozen=is_frozen(tensor)))
         return found
 
@@ -119,9 +119,9 @@ class NamedWeights:
             return DTensor.from_local(own, *layout, run_check=False, shape=matrix.shape, stride=matrix.stride())
 
     def from_parts(self, name: str, part: Tensor) -> Tensor:
-        """A full matrix from its tensor-parallel parts; other tensors are unchanged. Collective over tensor ranks."""
+        """A full tensor from tensor- or expert-parallel ranks' parts; others are unchanged. Collective over them."""
         dim = self.split_dims.get(name)
-        return part if dim is None else torch.cat(list(stack(part, self._mesh.tokens.tensor)), dim)
+        return part if dim is None else torch.cat(list(stack(part, self._mesh.part_ranks)), dim)
 
     def local_shards(self) -> Iterator[Tensor]:
         """See TrainEngine.local_shards. Collective if adapters are merged; else the shards as they are."""
