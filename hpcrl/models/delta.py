@@ -7,11 +7,14 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hpcrl.models.megatron_entries import Entry, EntryRows, LayerSpec, copied
 from hpcrl.models.qwen2_moe import GatedSharedLayers
 from hpcrl.models.shape import ModelShape, Parameter, ParameterSplit, size
+
+if TYPE_CHECKING:
+    import torch
 
 MIXER = ".linear_attn."
 """In transformers' names of such a layer's tensors."""
@@ -63,6 +66,11 @@ class DeltaSizes:
         queries, keys, values and gates by key head, and of in_proj_ba, which has the factors by key head."""
         widths = self.of_key_head
         return _by_part(self.key_heads, widths[:4]), _by_part(self.key_heads, widths[4:])
+
+    def state_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of a sequence's state in one layer: the recurrent state in fp32, and the convolution's last inputs."""
+        recurrent = self.keys * self.group * self.value_dim * 4
+        return recurrent + self.convolved * (self.kernel - 1) * dtype.itemsize
 
 
 def _by_part(groups: int, widths: Sequence[int]) -> list[int]:

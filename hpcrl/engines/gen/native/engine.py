@@ -28,7 +28,7 @@ from hpcrl.engines.gen.native.images import Images, make_tower
 from hpcrl.engines.gen.native.kv import NO_INDEX, KVCache, block_bytes
 from hpcrl.engines.gen.native.output_buffer import OutputBuffer
 from hpcrl.engines.gen.native.paged_attention import DecodeAttention, PrefillAttention
-from hpcrl.engines.gen.native.recurrent import PrefillRows, RecurrentStates, state_bytes
+from hpcrl.engines.gen.native.recurrent import PrefillRows, RecurrentStates
 from hpcrl.engines.gen.native.slots import Slots, WaitingRequest
 from hpcrl.engines.gen.native.spec import NativeConfig
 from hpcrl.engines.gen.native.transformer import Transformer
@@ -141,7 +141,7 @@ class NativeEngine:
         num_blocks = max_num_seqs * longest
         recurrent, states = self._arch.delta, 0
         if recurrent is not None:
-            states = 2 * max_num_seqs * sum(self._arch.recurrent) * state_bytes(recurrent, dtype)
+            states = 2 * max_num_seqs * sum(self._arch.recurrent) * recurrent.state_bytes(dtype)
         if kv_cache_bytes is not None:
             num_blocks = min(num_blocks, (kv_cache_bytes - states) // block_bytes(self._arch, block_tokens, dtype))
         if num_blocks < longest:

@@ -21,12 +21,6 @@ CHUNK = 64  # tokens whose products a prefill computes at once
 EPSILON = 1e-6  # added to squared norms of queries and keys
 
 
-def state_bytes(sizes: DeltaSizes, dtype: torch.dtype) -> int:
-    """Bytes of a sequence's state in one layer."""
-    recurrent = sizes.keys * sizes.group * sizes.value_dim * torch.float32.itemsize
-    return recurrent + sizes.convolved * (sizes.kernel - 1) * dtype.itemsize
-
-
 @dataclass(slots=True)
 class Delta:
     """The weights of a mixer, apart from its projections."""
