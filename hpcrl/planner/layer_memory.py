@@ -167,8 +167,8 @@ def _trained(
     for hook in hooks:
         hook.remove()
     flows = ((-(-(most + own_input) // ROWS), *shares) for most, *shares in storages.moments())
-    of_rows = (num_bytes, own_input, computing, alone + input_bytes)
-    return LayerMemory(*(-(-each // ROWS) for each in of_rows), _largest(flows)), result
+    of_rows = (-(-each // ROWS) for each in (num_bytes, own_input, computing, alone + input_bytes))
+    return LayerMemory(*of_rows, flows=_largest(flows)), result
 
 
 def _largest(moments: Iterator[tuple[int, float, float]]) -> tuple[Flow, ...]:

@@ -114,8 +114,9 @@ def moments(
     outside += tower_activations(tower, images, num_bytes, checkpointing)
     left = outside + sum(kept)
     for layer in reversed(range(shape.num_layers)):
-        sizes = (shape, layer, tokens, num_bytes, gpu)
-        own_input, computing, unit = own_input_bytes(*sizes), computing_bytes(*sizes), ("layer", layer)
+        unit: Unit = ("layer", layer)
+        of_layer = (shape, layer, tokens, num_bytes, gpu)
+        own_input, computing = own_input_bytes(*of_layer), computing_bytes(*of_layer)
         below = left - (own_input if checkpointing else whole[layer])  # for a moment without the layer
         # Beside them in a forward pass: the layer's input, or in a recomputation its result's gradient.
         first = {"activations": below + own_input, "recomputed layer": computing + hidden * num_bytes}
@@ -123,7 +124,7 @@ def moments(
             yield Moment(unit, "backward", first, complete=0.0, adding=0.0)
         else:
             yield Moment(None, "forward", {"activations": below + computing + hidden * num_bytes})
-        for flow in flows(*sizes):
+        for flow in flows(*of_layer):
             parts = {"activations": below, "recomputed layer": flow.num_bytes + beside.layer}
             if not checkpointing:
                 parts = {"activations": sum(parts.values())}
