@@ -278,8 +278,14 @@ def test_consequences_of_an_unreadable_value_are_not_reported() -> None:
             "trainer.megatron.aux_loss: 0.1 trains routers, and trainer.lora freezes them; use 0",
         ),
         (
-            ["trainer.lora.rank=8", "trainer.fsdp2.tensor_parallel=2", "layout.trainer.num_ranks=2"],
-            "trainer.fsdp2.tensor_parallel: 2, but matrices with adapters are not split; use 1, and context_parallel",
+            """trainer.lora.rank=8 trainer.lora.dropout=.1 trainer.fsdp2.tensor_parallel=2
+            layout.trainer.num_ranks=2""".split(),  # noqa: SIM905
+            "trainer.fsdp2.tensor_parallel: 2 needs trainer.lora without dropout; use 1, and context_parallel or repl",
+        ),
+        (
+            """trainer.lora.rank=8 trainer.lora.parts=[experts] pipeline=sft eval_every=0 layout.trainer.num_ranks=2
+            trainer.fsdp2.tensor_parallel=2""".split(),  # noqa: SIM905
+            "trainer.fsdp2.tensor_parallel: 2 needs trainer.lora without parts=[experts]; use 1, and context_parallel",
         ),
         (
             ["trainer.lora.rank=8", "trainer.lora.target_modules=[]"],

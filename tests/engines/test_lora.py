@@ -31,8 +31,10 @@ from hpcrl.engines.train.fsdp2.engine import FSDP2Engine
 from hpcrl.engines.train.fsdp2.lora import Adapters, dropout_mask
 from hpcrl.engines.train.fsdp2.model import empty_model
 from hpcrl.engines.train.fsdp2.spec import FSDP2Config
+from hpcrl.engines.train.fsdp2.weights import local
 from hpcrl.models.families import read_shape
 from hpcrl.planner.adapters import adapters, check_targets
+from hpcrl.planner.trainer import trainer_parts
 from hpcrl.rollout.batch import Batch, batch_from_samples
 from hpcrl.rollout.types import FinishReason, Sample
 from hpcrl.spec.lora import adapted, layer_of
@@ -519,6 +521,7 @@ def _on_two_ranks(folder: Path, scratch: Path) -> dict[str, tuple[list[int], Ten
         "by layer": {"activation_checkpointing": True, "cpu_offload": True},
         "contexts": {"context_parallel": 2},
         "copies": {"replicas": 2},
+        "matrices": {"tensor_parallel": 2},
     }.items():
         fsdp2.SMALL_MODEL_BYTES = 0 if name == "by layer" else 4 << 30
         trainer = engine(folder, **settings)
@@ -554,6 +557,50 @@ def test_two_ranks_publish_the_merged_weights_of_one(tmp_path: Path, world_of_on
         for name, named in found.items():
             assert named.keys() == want.keys(), name
             assert max(float((named[key] - want[key]).abs().max()) for key in want) < 5e-6, name
+
+
+def _with_split_matrices(folder: Path, scratch: Path) -> tuple[Any, ...]:
+    trainer, whole = engine(folder, eps=1e-4, tensor_parallel=2), make_batch(LENGTHS)
+    trainer.load(scratch)
+    found = _next_step(trainer, whole)
+    check_weights(trainer)
+    config = parse({"trainer": {"lora": LORA.model_dump(), "fsdp2": {"tensor_parallel": 2}}})
+    shape = read_shape(json.loads((folder / "config.json").read_text()))
+    planned = {part.name: part.num_bytes for part in trainer_parts(config, shape, 2)}
+    held = [local(parameter).numel() for parameter in trainer.shards]
+    assert planned["weights"] == 4 * sum(held)
+    trainer.export_hf(scratch / "out")
+    return found
+
+
+def _next_step(trainer: FSDP2Engine, whole: Batch) -> tuple[Any, ...]:
+    """The base, log-probs of policy and reference, gradients, and the adapters after a step. Collective."""
+    logprobs, found = results(trainer, whole)
+    trainer.discard_gradients()
+    reference = trainer.reference_logprobs(*share(trainer, whole), 1.0)
+    step(trainer, whole)
+    weights = {name: tensor.clone() for name, tensor in trainer.named_weights()}
+    return trainer._base, logprobs, reference, found, weights
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen2_moe", pytest.param("phi3", marks=pytest.mark.soak)])
+def test_tensor_parallel_ranks_take_the_step_of_one(family: str, tmp_path: Path, world_of_one: None) -> None:
+    """B is split by rows, or A by columns; of Phi-3's fused matrices, ranks exchange rows of B."""
+    folder, whole = make_model_folder(family, tmp_path / "model", pad_token_id=0), make_batch(LENGTHS)
+    trainer, state = engine(folder, eps=1e-4), tmp_path / "state"
+    step(trainer, whole)
+    state.mkdir()
+    write_files(state, trainer.snapshot())
+    base, *want, theirs, weights = _next_step(trainer, whole)
+    trainer.export_hf(tmp_path / "out")
+    for found in run_ranks(2, _with_split_matrices, folder, state):
+        assert found[0] == base
+        assert all((one - other).abs().max() < 2e-5 for one, other in zip(found[1:3], want, strict=True))
+        assert worst_difference(found[3], theirs) < 1e-5
+        assert all((found[4][name] - tensor).abs().max() < 5e-6 for name, tensor in weights.items())
+    exported, merged = (load_file(path / "out" / "model.safetensors") for path in (tmp_path, state))
+    assert all((exported[name] - tensor).abs().max() < 2e-5 for name, tensor in merged.items())
 
 
 @pytest.mark.slow

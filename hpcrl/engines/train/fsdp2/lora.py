@@ -59,8 +59,9 @@ class Adapters:
         generator, self._seed = torch.Generator().manual_seed(seed), seed
         for number, (name, module) in enumerate(linear.items()):
             self._adapt(module, name, module.weight, dtype, generator)
-            forward = functools.partial(self._forward, module, number, self.config.scale_of(name))
-            module.forward = forward  # type: ignore[method-assign]
+            added = functools.partial(self._added, module, number, self.config.scale_of(name))
+            module.added = added  # type: ignore[assignment]
+            module.forward = functools.partial(_forward, module)  # type: ignore[method-assign]
         for name, experts in stacked.items():
             self._adapt_stacked(experts, name, dtype, generator)
         return hf
@@ -144,12 +145,14 @@ class Adapters:
             for name in adapters.scales:
                 experts.__dict__.pop(name, None)
 
-    def _forward(self, linear: nn.Linear, number: int, scale: float, x: Tensor) -> Tensor:
-        result = F.linear(x, linear.weight, linear.bias)
+    def _added(
+        self, linear: nn.Linear, number: int, scale: float, x: Tensor, result: Tensor, rows: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        """See with_adapter."""
         if not self._on:
             return result
         first, second = (cast(nn.Linear, part).weight.to(x.dtype) for part in (linear.lora_A, linear.lora_B))
-        return result + scale * F.linear(F.linear(self._dropped(x, number), first), second)
+        return result + scale * F.linear(F.linear(self._dropped(x, number), first), rows(second))
 
     def _dropped(self, x: Tensor, number: int) -> Tensor:
         """The input of the adapter with this number after dropout. A recomputed forward pass draws the same again."""
@@ -244,6 +247,18 @@ class Adapters:
             "inference_mode": True,
         }
         (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+
+
+def with_adapter(
+    linear: nn.Linear, x: Tensor, result: Tensor, rows: Callable[[Tensor], Tensor] = lambda second: second
+) -> Tensor:
+    """The sum of a linear layer's result for x and its adapter's, if it has one. `rows` makes the used rows of B."""
+    added = getattr(linear, "added", None)
+    return result if added is None else cast(Tensor, added(x, result, rows))
+
+
+def _forward(linear: nn.Linear, x: Tensor) -> Tensor:
+    return with_adapter(linear, x, F.linear(x, linear.weight, linear.bias))
 
 
 class _Adapted(nn.Module):

@@ -142,11 +142,11 @@ def _check(config: Any) -> Iterator[Problem]:
     yield from frozen_routers(config, own, problem)
     yield from _check_mtp(config, own)
     if config.lora is not None and own.tensor_parallel > 1:
-        text = (
-            f"{own.tensor_parallel}, but matrices with adapters are not split; use 1, and context_parallel or replicas"
-        )
-        involved = (("trainer", "lora"), ("trainer", "fsdp2", "context_parallel"))
-        yield Problem((*AT, "tensor_parallel"), f"trainer.fsdp2.tensor_parallel: {text}", involved)
+        used = {"dropout": config.lora.dropout > 0, "parts=[experts]": "experts" in config.lora.parts}
+        for key in [key for key, is_used in used.items() if is_used]:
+            text = f"{own.tensor_parallel} needs trainer.lora without {key}; use 1, and context_parallel or replicas"
+            involved = (("trainer", "lora"), ("trainer", "fsdp2", "context_parallel"))
+            yield Problem((*AT, "tensor_parallel"), f"trainer.fsdp2.tensor_parallel: {text}", involved)
 
 
 def _check_mtp(config: Any, own: FSDP2Config) -> Iterator[Problem]:

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hpcrl.engines.train.fsdp2.exchange import Axis, gather_tokens, share_of_parts, sum_tokens
+from hpcrl.engines.train.fsdp2.lora import with_adapter
 from hpcrl.engines.train.fsdp2.model_kind import decoder_of
 from hpcrl.engines.train.fsdp2.row_mixers import mixers_of
 
@@ -133,6 +134,9 @@ class TensorParallel:
             raise self._refusal(f"{name} is not a matrix")
         parts, width = self._parts(name, module, owner), module.out_features
         self._shrink(name, module, "weight", 0 if style == "colwise" else 1)
+        if hasattr(module, "added"):  # an adapter's B is split by rows, or its A by columns
+            factor = "lora_B" if style == "colwise" else "lora_A"
+            self._shrink(f"{name}.{factor}", getattr(module, factor), "weight", 0 if style == "colwise" else 1)
         if style == "rowwise":
             module.forward = self._summed(module)  # type: ignore[method-assign, assignment]
             return
@@ -215,7 +219,7 @@ class TensorParallel:
         """The forward of a matrix that is split by columns."""
 
         def run(inputs: Tensor) -> Tensor:
-            total = self._sum(F.linear(inputs, module.weight))
+            total = self._sum(with_adapter(module, inputs, F.linear(inputs, module.weight)))
             return total if module.bias is None else total + module.bias
 
         return run
@@ -226,7 +230,8 @@ class TensorParallel:
 
         def run(inputs: Tensor) -> Tensor:
             bias = None if module.bias is None else share_of_parts(module.bias, parts, self.axis)
-            return F.linear(inputs, share_of_parts(module.weight, parts, self.axis), bias)
+            result = F.linear(inputs, share_of_parts(module.weight, parts, self.axis), bias)
+            return with_adapter(module, inputs, result, lambda second: share_of_parts(second, parts, self.axis))
 
         return run
 

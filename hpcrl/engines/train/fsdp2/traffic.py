@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from hpcrl.config import Config
 from hpcrl.engines.train.fsdp2.spec import FSDP2Config
@@ -11,6 +11,7 @@ from hpcrl.planner.activations import FP32
 from hpcrl.planner.adapters import trained, with_adapters
 from hpcrl.planner.memory_parts import BYTES
 from hpcrl.planner.traffic import Sent, StepWork, exchanged
+from hpcrl.spec.lora import A, B, adapted, is_adapter
 
 
 def is_for_muon(parameter: Parameter) -> bool:
@@ -46,12 +47,21 @@ def step_traffic(config: Config, part: ModelShape, num_ranks: int, work: StepWor
     yield from exchanged("parameters", "all_gather", gathers * compute, shards)
     yield from exchanged("gradients", "reduce_scatter", reductions * FP32, shards)
     yield from exchanged("gradients", "all_reduce", learnt.num_parameters * FP32 // shards, own.replicas)
-    common = sum(parameter.size for parameter in learnt.parameters if parameter.split in ("whole", "vocabulary"))
+    splits = {parameter.name: parameter.split for parameter in part.parameters}
+    common = sum(parameter.size for parameter in learnt.parameters if not _is_split(parameter, splits))
     yield from exchanged("gradients", "all_reduce", common * BYTES[config.model.dtype] // shards, tensor)
     if config.trainer.optimizer == "muon":
         matrices = sum(p.size for p in learnt.parameters if is_for_muon(p))
         yield from exchanged("matrices for Muon", "all_gather", matrices * compute, shards)
     yield from _activations(own, part, work.num_tokens, compute)
+
+
+def _is_split(parameter: Parameter, splits: Mapping[str, str]) -> bool:
+    """Whether tensor-parallel ranks split a trained parameter; of an adapter, the factor of its matrix's split side."""
+    if is_adapter(parameter.name):
+        factor = {"column": B, "key": B, "row": A}.get(splits[adapted(parameter.name)])
+        return factor is not None and parameter.name.endswith(factor)
+    return parameter.split not in ("whole", "vocabulary")
 
 
 def _activations(own: FSDP2Config, shape: ModelShape, num_tokens: int, num_bytes: int) -> Iterator[Sent]:
