@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
@@ -166,12 +166,14 @@ def _trained(
         hidden.grad = None
     for hook in hooks:
         hook.remove()
-    flows = ((-(-(most + own_input) // ROWS), *shares) for most, *shares in storages.moments())
-    of_rows = (-(-each // ROWS) for each in (num_bytes, own_input, computing, alone + input_bytes))
-    return LayerMemory(*of_rows, flows=_largest(flows)), result
+    flows = [(-(-(most + own_input) // ROWS), *shares) for most, *shares in storages.moments()]
+    kept_bytes, own_input, computing, most = (
+        -(-each // ROWS) for each in (num_bytes, own_input, computing, alone + input_bytes)
+    )
+    return LayerMemory(kept_bytes, own_input, computing, most, _largest(flows)), result
 
 
-def _largest(moments: Iterator[tuple[int, float, float]]) -> tuple[Flow, ...]:
+def _largest(moments: Iterable[tuple[int, float, float]]) -> tuple[Flow, ...]:
     found: list[tuple[int, float, float]] = []
     for one in sorted(set(moments), reverse=True):
         if not any(other[1] >= one[1] and other[2] >= one[2] for other in found):
