@@ -16,10 +16,12 @@ from hpcrl.planner.activations import (
     FP32,
     INDEX,
     Tokens,
-    flowing_bytes,
+    computing_bytes,
+    flows,
     forward_logits_bytes,
     layer_bytes,
     norm_bytes,
+    own_input_bytes,
     positions_bytes,
 )
 from hpcrl.planner.memory_parts import BYTES, has_gpus
@@ -71,7 +73,7 @@ def mtp_moments(
     hidden = [own.total * shape.hidden_size for own in given]
     whole = [layer_bytes(shape, like, own, num_bytes, gpu) for own in given]
     kept = [numbers * num_bytes for numbers in hidden] if checkpointing else whole
-    before = [_before_layer(shape, own, num_bytes, number) for number, own in enumerate(given)]
+    before = [_before_layer(shape, own, num_bytes, number, gpu) for number, own in enumerate(given)]
     after = [own.total * _norm(shape, num_bytes) for own in given]
     predicted = sum(own.predicted for own in given)
     states = predicted * shape.hidden_size * num_bytes
@@ -86,10 +88,14 @@ def mtp_moments(
         unit: Unit = ("layer", shape.num_layers + number)
         yield Moment(unit, "backward", {"activations": left + NORM_GRADIENTS * FP32 * hidden[number]})
         left -= after[number]
-        shared = hidden[number] * FP32 if num_bytes == FP32 else 0  # RMSNorm's input in fp32 is the layer's
-        flowing = flowing_bytes(shape, like, given[number], num_bytes, gpu)
-        recomputed = (whole[number] - shared) * checkpointing
-        yield Moment(unit, "backward", {"activations": left + recomputed + flowing})
+        of_layer = (shape, like, given[number], num_bytes, gpu)
+        own_input, computing = own_input_bytes(*of_layer), computing_bytes(*of_layer)
+        below = left - (own_input if checkpointing else whole[number])
+        if checkpointing:
+            recomputed = own_input + computing + hidden[number] * num_bytes
+            yield Moment(unit, "backward", {"activations": below + recomputed}, complete=0.0, adding=0.0)
+        for flow in flows(*of_layer):
+            yield Moment(unit, "backward", {"activations": below + flow.num_bytes}, flow.complete, flow.adding)
         left -= kept[number] + before[number]
         yield Moment(unit, "end", {"activations": left + before[number]})
 
@@ -100,13 +106,14 @@ def _of_layer(tokens: Tokens, number: int) -> Tokens:
     return replace(tokens, total=max(1, tokens.total - rows), predicted=max(1, tokens.predicted - rows))
 
 
-def _before_layer(shape: ModelShape, tokens: Tokens, num_bytes: int, number: int) -> int:
+def _before_layer(shape: ModelShape, tokens: Tokens, num_bytes: int, number: int, gpu: bool) -> int:
     """Bytes kept before a layer, counted from 0: normalised embeddings and states, both joined, positions and fields.
     Embeddings, and the policy's states, have no gradient."""
     size = shape.hidden_size
     inputs = size * FP32 * (1 if number else 2)  # which the norms keep for a gradient
     normalised = 2 * _norm(shape, num_bytes) - inputs
-    return tokens.total * (normalised + 2 * size * num_bytes + FIELD_BYTES) + positions_bytes(shape, tokens, num_bytes)
+    positions = positions_bytes(shape, tokens, num_bytes, gpu)
+    return tokens.total * (normalised + 2 * size * num_bytes + FIELD_BYTES) + positions
 
 
 def _norm(shape: ModelShape, num_bytes: int) -> int:
