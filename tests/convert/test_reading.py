@@ -112,7 +112,7 @@ def test_a_shard_that_runs_code_is_refused(megatron: Path, tmp_path: Path, capsy
     import zipfile
 
     marker = tmp_path / "ran"
-    checkpoint = opened(megatron, CONFIG)._checkpoint  # type: ignore[attr-defined]
+    checkpoint = opened(megatron, CONFIG, megatron)._checkpoint  # type: ignore[attr-defined]
     chunk = checkpoint.tensors["decoder.final_layernorm.weight"].chunks[0]
     with zipfile.ZipFile(tmp_path / "evil", "w") as archive:
         archive.writestr("archive/data.pkl", pickle.dumps(Evil(os.system, f"touch {marker}"), protocol=2))
@@ -399,7 +399,7 @@ def test_qwen3_235b_is_read_under_the_right_names(tmp_path: Path) -> None:
     config = json.loads((CONF / "Qwen3-235B-A22B" / "config.json").read_text())
     stand_in(tmp_path / "dist", config)
     began = time.process_time()
-    source = opened(tmp_path / "dist", config)
+    source = opened(tmp_path / "dist", config, tmp_path)
     assert isinstance(source, MegatronWeights)
     assert len(source.shapes) == 94 * (128 * 3 + 9) + 3
     dtypes = output_dtypes(source, None)

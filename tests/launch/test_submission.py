@@ -171,9 +171,9 @@ def test_executor_parameters_may_be_mappings(site: Path) -> None:
 
     executor = HpcrlExecutor(site)
     options = {"exclusive": True, "mail-user": "me@site.org", "comment": "it's"}
-    components = {"a": {"roles": ["controller", "trainer"], "memory": "2G"}}
+    components = {"a": {"roles": ["controller", "trainer"], "memory": "3G"}}
     executor.update_parameters(sbatch_options=options, components=components, partition="low,high", time="60")
     job = executor.submit(run, *WORDS[1:3], "run_name=it")
     script = (job.run_dir / "slurm" / "job.sbatch").read_text()
-    for option in ("--exclusive", "--mail-user=me@site.org", "--mem=2G", "--partition=low,high", "--time=60"):
+    for option in ("--exclusive", "--mail-user=me@site.org", "--mem=3G", "--partition=low,high", "--time=60"):
         assert f"#SBATCH {option}\n" in script, script
