@@ -69,9 +69,11 @@ class TurnTexts:
             return []
         decode = self._tokenizer.batch_decode
         texts = decode([list(turn) for turn in turns], skip_special_tokens=True)
-        tails = decode([list(prompt[-TAIL_TOKENS:]) for prompt in prompts], skip_special_tokens=False)
+        tails = [tuple(prompt[-TAIL_TOKENS:]) for prompt in prompts]
+        different = list(dict.fromkeys(tails))  # the responses of a group follow one prompt
+        decoded = dict(zip(different, decode(list(map(list, different)), skip_special_tokens=False), strict=True))
         found = []
-        for turn, text, tail in zip(turns, texts, tails, strict=True):
+        for turn, text, tail in zip(turns, texts, map(decoded.__getitem__, tails), strict=True):
             if not self._wanted.isdisjoint(turn):  # some special tokens are marks
                 kept = [number for number in turn if number in self._wanted or number not in self._special]
                 text = self._marked(decode([kept], skip_special_tokens=False)[0], tail)

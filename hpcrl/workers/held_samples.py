@@ -166,7 +166,7 @@ class SampleState:
 
 def _append(sample: Sample, token_ids: np.ndarray, output: Output | None, is_prompt: bool = False) -> None:
     """Add a model turn (output) or an observation (None) to a sample; `is_prompt` marks the next turn's own prompt."""
-    last = int(sample.turn_ids.max())
+    last, before = int(sample.turn_ids.max()), len(sample.token_ids)
     known: dict[str, Any] = {
         "token_ids": token_ids,
         "loss_mask": output is not None,
@@ -177,8 +177,9 @@ def _append(sample: Sample, token_ids: np.ndarray, output: Output | None, is_pro
         value = known.get(field.name, field.fill)
         if field.name not in known and output is not None:
             value = output.columns[field.name] if field.name in output.columns else getattr(output, field.name)
-        column = np.broadcast_to(np.asarray(value, dtype=field.travels_as), field.shape(len(token_ids)))
-        sample.columns[field.name] = np.concatenate([sample.columns[field.name], column])
+        column = np.empty(field.shape(before + len(token_ids)), dtype=field.travels_as)
+        column[:before], column[before:] = sample.columns[field.name], value
+        sample.columns[field.name] = column
 
 
 def num_marks(messages: Iterable[Mapping[str, Any]]) -> int:
