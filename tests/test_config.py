@@ -377,6 +377,10 @@ def test_consequences_of_an_unreadable_value_are_not_reported() -> None:
             "eval.sets.add.temperature: 1000 is out of range; use 0.01 to 100, or 0 for greedy",
         ),
         (
+            ["data.val=task:add", "rollout.domains.add.max_new_tokens=7", "eval.sets.add.max_new_tokens=9"],
+            "eval.sets.add.max_new_tokens: 9 is above rollout.domains.add.max_new_tokens=7, which also limits",
+        ),
+        (
             ["data.val=task:add", "eval.sets.add.num_prompts=1048576"],
             "eval.sets: 1048832 prompts with eval.num_prompts, and an evaluation has at most 1048576",
         ),

@@ -261,7 +261,7 @@ def check_length(config: Config, limit: int, name: str) -> Iterator[Problem]:
         text = f"data.max_prompt_tokens: {sum_of} = {total} tokens exceed {name} = {limit}"
         if turns > 1 and config.max_turn_tokens <= limit:
             text += f"; env.NAME.max_sequence_tokens={limit} ends episodes that reach it"
-        involved = (("rollout", "max_new_tokens"), ("eval", "max_new_tokens"), ("model",), ("env",))
+        involved = (("rollout", "max_new_tokens"), ("eval",), ("model",), ("env",))
         yield Problem(("data", "max_prompt_tokens"), text, involved)
 
 

@@ -206,6 +206,12 @@ def _evaluation(config: Config) -> Iterator[Problem]:
             )
             involved = ((*place, "temperature"), ("eval", "temperature"), ("eval", "samples"))
             yield Problem((*place, "samples"), f"{dotted(place)}.samples: {text}", involved)
+    for name, own in config.eval.sets.items():
+        limit = config.rollout.of_domain(name).max_new_tokens if name in config.rollout.domains else None
+        if limit is not None and (own.max_new_tokens or 0) > limit:
+            at, key = ("eval", "sets", name, "max_new_tokens"), f"rollout.domains.{name}.max_new_tokens"
+            text = f"{dotted(at)}: {own.max_new_tokens} is above {key}={limit}, which also limits validation"
+            yield Problem(at, text, (("rollout", "domains", name, "max_new_tokens"),))
     if (most := config.eval.most_prompts) > MAX_VALIDATION_PROMPTS:
         text = (
             f"eval.sets: {most} prompts with eval.num_prompts, and an evaluation has at most {MAX_VALIDATION_PROMPTS}"
@@ -469,7 +475,7 @@ def _sequence_limit(config: Config, domain: str, limit: int) -> Iterator[Problem
     elif limit < config.max_turn_tokens:
         prompt, response = config.data.max_prompt_tokens, config.max_response_tokens
         text = f"{key}: {limit} leaves no room for one turn: prompt {prompt} + response {response} tokens"
-        involved = (("data", "max_prompt_tokens"), ("rollout", "max_new_tokens"), ("eval", "max_new_tokens"))
+        involved = (("data", "max_prompt_tokens"), ("rollout", "max_new_tokens"), ("eval",))
         yield Problem((*at, "max_sequence_tokens"), text, involved)
 
 

@@ -214,8 +214,8 @@ def _score_stats(prefix: str, answers: Sequence[_Answer]) -> Stats:
 
 
 def _of_set(prefix: str, answers: Sequence[_Answer]) -> Stats:
-    """Scores of some prompts and their standard error over prompts, lengths, the share of responses that reached the
-    maximum length; with several responses to each prompt also pass@k and maj@n."""
+    """Scores of some prompts, lengths, the share of responses that reached the maximum length; if all have equally many
+    responses, the standard error over prompts and, with several responses, pass@k and maj@n."""
     found = []
     for answer in answers:
         for sample, size in zip(answer.group.samples, answer.sizes, strict=True):
@@ -231,9 +231,9 @@ def _of_set(prefix: str, answers: Sequence[_Answer]) -> Stats:
         for _, group, *_ in answers
     ]
     told = {}
-    if len(prompts) > 1:
-        told["score_stderr"] = repeated.average(prompts).stderr
     [*others, num_samples] = sorted({len(prompt.scores) for prompt in prompts})
+    if not others and len(prompts) > 1:
+        told["score_stderr"] = repeated.average(prompts).stderr
     if not others and num_samples > 1:
         told |= {f"pass@{k}": repeated.pass_at(k, prompts).mean for k in repeated.reported_k(num_samples)}
         if any(answer is not None for prompt in prompts for answer in prompt.extracted):

@@ -83,7 +83,7 @@ class TrainerWeights:
                 continue
             own = name.removeprefix(self.PREFIX)
             if name.startswith(self.MTP):  # a trained layer
-                own = name_in_files(trained_names(config), name.removeprefix(self.MTP))
+                own = self._mtp_name(config, name.removeprefix(self.MTP))
             in_files = [InFile(own, stored.shape, (), 0)] if own in whole else names.of(own, stored.shape)
             for hf, shape, leading, first in in_files:
                 self.shapes[hf], self.dtypes[hf] = shape, stored.dtype
@@ -91,6 +91,12 @@ class TrainerWeights:
                 if name.startswith(self.MTP):
                     self._mtp.add(hf)
         self._check(config)
+
+    def _mtp_name(self, config: Mapping[str, Any], name: str) -> str:
+        try:
+            return name_in_files(trained_names(config), name)
+        except ValueError as error:
+            raise ValueError(f"{self._checkpoint.folder}: {error}; give the run's model with --model") from error
 
     def _check(self, config: Mapping[str, Any]) -> None:
         """Compare the checkpoint with config.json, for families with a name table."""

@@ -90,9 +90,11 @@ def trained_names(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def name_in_files(begins: Mapping[str, str], name: str) -> str:
-    """The name in files of a trained MTP layer's parameter, by trained_names()."""
-    begin = next(begin for begin in begins if name.startswith(begin))
-    return begins[begin] + name.removeprefix(begin)
+    """The name in files of a trained MTP layer's parameter, by trained_names(). ValueError if it has none."""
+    for begin, in_files in begins.items():
+        if name.startswith(begin):
+            return in_files + name.removeprefix(begin)
+    raise ValueError(f"{name} of the trained MTP layers is not among those that config.json names")
 
 
 def shared_with_model(name: str) -> str:

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from hpcrl.config import Config
 from hpcrl.models.families import family_of
-from hpcrl.models.shape import MTP_PREFIX, ROUTER_BIAS, ModelShape, Parameter, Unit
+from hpcrl.models.shape import MTP_PREFIX, ROUTER_BIAS, CannotPlanError, ModelShape, Parameter, Unit
 from hpcrl.planner.activations import (
     FP32,
     INDEX,
@@ -34,9 +34,12 @@ def num_trained(config: Config, shape: ModelShape) -> int:
 
 
 def _like(shape: ModelShape) -> int:
-    """The decoder layer that MTP layers are like."""
+    """The decoder layer that MTP layers are like. CannotPlanError if there is none."""
     attends = {p.layer for p in shape.parameters if p.layer is not None and ".self_attn." in p.name}
-    return max(attends & (set(shape.expert_layers) or attends))
+    alike = attends & set(shape.expert_layers) if shape.expert_layers else attends
+    if not alike:
+        raise CannotPlanError(f"{shape.family}: no layer has the attention and the experts of the MTP layers")
+    return max(alike)
 
 
 def with_mtp(config: Config, shape: ModelShape) -> ModelShape:
@@ -86,7 +89,8 @@ def mtp_moments(
     for number in reversed(range(count)):
         left -= 0 if number else states
         unit: Unit = ("layer", shape.num_layers + number)
-        yield Moment(unit, "backward", {"activations": left + NORM_GRADIENTS * FP32 * hidden[number]})
+        normalising = {"activations": left + NORM_GRADIENTS * FP32 * hidden[number]}
+        yield Moment(unit, "backward", normalising, complete=0.0, adding=0.0)
         left -= after[number]
         of_layer = (shape, like, given[number], num_bytes, gpu)
         own_input, computing = own_input_bytes(*of_layer), computing_bytes(*of_layer)

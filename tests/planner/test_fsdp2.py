@@ -256,8 +256,9 @@ def test_a_step_of_a_measured_family_needs_no_more_memory_than_planned(
 
 
 IN_SWEEP = """
-    deepseek_v2 deepseek_v3 falcon_h1 gemma4_text glm4_moe glm4_moe_lite gpt_oss granitemoehybrid hunyuan_v1_moe lfm2
-    lfm2_moe llama4_text minimax_m2 nemotron_h olmo3 qwen3_5_moe_text qwen3_5_text qwen3_next seed_oss
+    deepseek_v2 deepseek_v3 ernie4_5_moe falcon_h1 gemma3_text gemma4_text glm4_moe glm4_moe_lite glm_moe_dsa gpt_oss
+    granitemoehybrid hunyuan_v1_moe lfm2 lfm2_moe llama4_text minimax_m2 nemotron_h olmo3 qwen2_moe qwen3_5_moe_text
+    qwen3_5_text qwen3_next seed_oss
 """
 SWEPT = product(IN_SWEEP.split(), ("float32", "bfloat16"), (False, True))
 """Families, their dtype, and whether activations are recomputed."""

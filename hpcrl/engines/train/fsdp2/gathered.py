@@ -142,7 +142,7 @@ class GatheredState:
 
     def _weights(self, moment: Moment) -> int:
         """Bytes outside the layers, of the computing layer, and of the buffer for the next one."""
-        following = self._size(self._next(moment.unit))
+        following = self._size(self._next(moment.unit)) if moment.at != "embedding" else 0
         gathered = self.whole.unit_sizes[None] + following * (self.num_shards > 1)
         if moment.at == "forward":
             gathered += following  # the last layer

@@ -18,7 +18,16 @@ from hpcrl.models.from_transformers import empty_model
 from hpcrl.models.shape import CannotPlanError, ModelShape, ModelSource, Parameter
 from hpcrl.planner.activations import FP32, Tokens, unmeasured
 from hpcrl.planner.adapters import frozen, merging_bytes, published, saved, trained, with_adapters
-from hpcrl.planner.memory_parts import BYTES, PHASES, Change, Part, Phase, PlanRow, samples_of_an_update
+from hpcrl.planner.memory_parts import (
+    BYTES,
+    PHASES,
+    Change,
+    Part,
+    Phase,
+    PlanRow,
+    samples_of_a_step,
+    samples_of_an_update,
+)
 from hpcrl.planner.moments import Beside, fullest, moments
 from hpcrl.planner.mtp_memory import mtp_moments, with_mtp
 from hpcrl.planner.traffic import Sent, StepWork
@@ -133,7 +142,8 @@ def fsdp2_parts(config: Config, shape: ModelShape, num_ranks: int) -> list[Part]
     stored = shard_size(saved(config, shape), state.shards_of)
     given = (config, policy, tokens, own.activation_checkpointing)
     of_policy = list(moments(*given, _of_other_ranks(config, policy, tokens)))
-    kept = min(moment.parts["activations"] for moment in of_policy if moment.unit is None)
+    # In the head's backward pass, all activations exist.
+    kept = next(each.parts["activations"] for each in of_policy if each.unit is None and each.at == "backward")
     found = chain(of_policy, mtp_moments(*given, kept))
     # Gradients of a gathered model are reduced after the last backward, others after each backward.
     reduced: tuple[Phase, ...] = ("train", "update") if state.by_layer else ("update",)
@@ -274,12 +284,17 @@ class FSDP2Plan:
     def reference_parts(self, config: Config, shape: ModelShape, num_ranks: int) -> list[Part]:
         own, compute = config.trainer.section(FSDP2Config), BYTES[config.trainer.param_dtype]
         shape = shape_of_rank(own, shape)
-        weights = (
-            shard_size(shape, GatheredState.of(config, shape, shape, num_ranks).shards_of) * BYTES[config.model.dtype]
-        )
+        shards_of = GatheredState.of(config, shape, shape, num_ranks).shards_of
+        weights = shard_size(shape, shards_of) * BYTES[config.model.dtype]
         gathered = _gathered_numbers(shape, stays_gathered(shape, compute, 0)) * compute
         gathered *= not is_unsharded(config, num_ranks)
-        return forward_parts(config, shape, num_ranks, weights, gathered, own.cpu_offload, own.ranks_of_a_row)
+        parts = forward_parts(config, shape, num_ranks, weights, gathered, own.cpu_offload, own.ranks_of_a_row)
+        if own.expert_parallel > 1:
+            exchanged = _exchanged_bytes(
+                own, shape, _tokens(config, shape, samples_of_a_step(config), num_ranks), compute
+            )
+            parts.append(Part("reference", "exchange with experts", exchanged, ("reference",)))
+        return parts
 
     def checkpoint_bytes(self, config: Config, shape: ModelShape) -> int:
         shape = with_mtp(config, shape)

@@ -57,10 +57,15 @@ class NamedWeights:
 
     def fingerprint(self, earlier: bool = False) -> str:
         """A hash of the frozen weights' bits, equal for any number of ranks. With `earlier`, that of earlier versions,
-        which took buffers for split, so that it depended on the ranks. Collective."""
+        which took buffers for split, so that it depended on the ranks; empty if a rank would have no part of a buffer:
+        earlier versions had none then. Collective."""
         frozen = self.frozen_names
+        layout = self._layout(frozen, earlier)
+        buffers = [held for held in layout if not isinstance(self[held.name], nn.Parameter)]
+        if any(held.part_of(rank) is None for held in buffers for rank in range(self._mesh.size)):
+            return ""
         shards = (local(self[name]).detach() for name in frozen)
-        return fingerprint(self._layout(frozen, earlier), (shard for shard in shards if shard.numel()))
+        return fingerprint(layout, (shard for shard in shards if shard.numel()))
 
     @property
     def frozen_names(self) -> list[str]:

@@ -221,7 +221,8 @@ class HFWeights:
         """Fill the parameters from an HF folder. Each rank reads its own shards. ValueError names the first tensor that
         is missing or has another shape."""
         files = TensorFiles(folder)
-        stacked = any(name.endswith("mlp.experts.gate_up_proj") for name in files)
+        # Files may stack the experts of MTP layers, which are not read here, and not the policy's.
+        stacked = any(name.endswith("mlp.experts.gate_up_proj") and name in files for name in self.table.shapes)
         names = self._table(stacked)
         for chunk, layers in zip(self._chunks, self.layers_of_chunks, strict=True):
             for name, parameter in state_of(chunk):
