@@ -11,6 +11,7 @@ import re
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -31,14 +32,14 @@ from hpcrl.engines.train.fsdp2.engine import FSDP2Engine
 from hpcrl.engines.train.fsdp2.lora import Adapters, dropout_mask
 from hpcrl.engines.train.fsdp2.model import empty_model
 from hpcrl.engines.train.fsdp2.spec import FSDP2Config
-from hpcrl.engines.train.fsdp2.weights import local
+from hpcrl.engines.train.fsdp2.weights import NamedWeights, local
 from hpcrl.models.families import read_shape
 from hpcrl.planner.adapters import adapters, check_targets
 from hpcrl.planner.trainer import trainer_parts
 from hpcrl.rollout.batch import Batch, batch_from_samples
 from hpcrl.rollout.types import FinishReason, Sample
 from hpcrl.spec.lora import adapted, layer_of
-from hpcrl.spec.weight_layout import keepable
+from hpcrl.spec.weight_layout import TensorShards, keepable
 from hpcrl.workers.one_process import OneProcess
 from tests.checkpoint.writing import write_files
 from tests.contracts.test_train_engine import check_contract, check_weights
@@ -620,3 +621,16 @@ def test_two_ranks_match_peft_in_one_process(tmp_path: Path, world_of_one: None)
                 rows = dict(zip(whole.sample_ids.tolist(), all_rows.split(whole.lengths.tolist()), strict=True))
                 assert (got - torch.cat([rows[i] for i in ids])).abs().max() < 2e-5
             assert worst_difference(mine, theirs) < 1e-5
+
+
+def test_no_rank_computes_an_earlier_fingerprint_that_did_not_exist() -> None:
+    """Earlier versions took buffers for split by rows, and failed if a rank had no row: here rank 2 of 3."""
+    model: Any = torch.nn.Module()
+    model.register_buffer("bias", torch.zeros(4))
+
+    def split(name: str, dtype: str, shape: Any, dim: int | None) -> TensorShards:
+        return TensorShards.rows(name, dtype, shape, 3)
+
+    mesh: Any = SimpleNamespace(size=3, shards_of=split)
+    adapters: Any = SimpleNamespace(config=SimpleNamespace(are_merged=False))
+    assert NamedWeights(model, mesh, {}, adapters).fingerprint(earlier=True) == ""

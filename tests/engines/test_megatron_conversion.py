@@ -18,6 +18,7 @@ from hpcrl.engines.train.fsdp2.engine import FSDP2Engine
 from tests.checkpoint.writing import write_files
 from tests.engines.architectures import make_folder
 from tests.engines.mtp import add_mtp_layers
+from tests.engines.mtp_reference import folder_with_mtp
 from tests.engines.worlds import make_model_folder
 
 pytestmark = [pytest.mark.slow, pytest.mark.numerics]
@@ -96,6 +97,16 @@ def test_mtp_layers_pass_through_training_and_conversion(family: str, world_of_o
     check_equal(tmp_path / "hf", model)
     convert("--checkpoint", tmp_path / "step", "--model", model, "--output", tmp_path / "small", "--mtp", "drop")
     assert weights(tmp_path / "small").keys() == weights(model).keys() - added and key_of(tmp_path / "small") == 0
+
+
+def test_stacked_experts_of_mtp_layers_say_nothing_of_the_policys(world_of_one: None, tmp_path: Path) -> None:
+    """Exports of models like Qwen3.6: the policy's experts are separate, and those of the MTP layer one tensor."""
+    pytest.importorskip("megatron.core")
+    from hpcrl.engines.train.megatron.engine import MegatronEngine
+
+    model = folder_with_mtp("qwen3_5_moe_text", tmp_path / "model", stacked=True)
+    MegatronEngine(TrainerConfig(engine="megatron"), model, total_steps=1).export_hf(tmp_path / "out")
+    check_equal(tmp_path / "out", model)
 
 
 def key_of(folder: Path) -> int:
