@@ -184,6 +184,7 @@ def test_routers_are_found_by_layer_and_score() -> None:
         ("phimoe", "model.layers.0.mlp.router of phimoe does not choose by a single top-k"),  # sparsemixer
         ("deepseek_v4", "model.layers.0.mlp.gate of deepseek_v4 does not choose by a single top-k"),  # by tokens
         ("zaya", "model.layers.0.mlp.gate of zaya does not choose by a single top-k"),  # one expert more
+        ("hy_v4", "hy_v4 computes whole layers row by row"),
     ],
 )
 def test_other_routers_are_refused(family: str, why: str) -> None:

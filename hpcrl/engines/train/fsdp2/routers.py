@@ -21,6 +21,7 @@ from transformers import PreTrainedConfig
 
 from hpcrl.engines.expert_routes import RouteShape
 from hpcrl.engines.train.fsdp2.model import PackedCausalLM
+from hpcrl.engines.train.fsdp2.row_mixers import mixers_of
 from hpcrl.engines.train.fsdp2.small_model import small_model
 from hpcrl.engines.train.fsdp2.trial import (
     AFTER,
@@ -156,6 +157,8 @@ def try_routers(engine: Tried, config: PreTrainedConfig) -> list[FoundRouter]:
     routers = {name: ObservedRouter(hf.get_submodule(name), count) for name, count in named_routers(hf)}
     if not routers:
         raise ValueError(f"{kind} has no router that chooses experts")
+    if any(router.startswith(f"{mixer}.") for router in routers for mixer in mixers_of(hf)):
+        raise ValueError(f"{kind} computes whole layers row by row, so its routers do not see packed tokens")
     try:
         return _try(kind, model, row, routers)
     except RuntimeError as error:
