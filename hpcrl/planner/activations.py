@@ -112,6 +112,15 @@ def flows(shape: ModelShape, layer: int, tokens: Tokens, num_bytes: int, gpu: bo
     return [Flow(layer_bytes(shape, layer, tokens, num_bytes, gpu) + flowing, 1.0, None)]
 
 
+def recomputed_flows(shape: ModelShape, layer: int, tokens: Tokens, num_bytes: int, gpu: bool = True) -> list[Flow]:
+    """flows() of a layer that is recomputed: those of a kept layer, and measured ones with the recomputation, which
+    stops at the last tensor that is kept. In ten of 46 cases of tests the latter alone plan .1 to 4 % less."""
+    memory = measured(shape, tokens, num_bytes, gpu)
+    with_recomputation = memory[layer].recomputed if memory else ()
+    found = [flow._replace(num_bytes=tokens.of_rows(flow.num_bytes)) for flow in with_recomputation]
+    return found + flows(shape, layer, tokens, num_bytes, gpu)
+
+
 def computing_bytes(shape: ModelShape, layer: int, tokens: Tokens, num_bytes: int, gpu: bool = True) -> int:
     """The most bytes of a layer in the forward pass of which autograd keeps something, without its input; 0 if this is
     not more than in its backward pass."""

@@ -49,6 +49,9 @@ class LayerMemory:
         forward: The most in a forward pass without a backward pass, with the input.
         flows: The moments of the backward pass of which no other exceeds all three numbers, without gradients of
             parameters.
+        recomputed: The same if the backward pass recomputes the layer, with the recomputation. It begins when a
+            gradient first needs what was not kept, and a tensor that the layer leaves in a mapping of the model, such
+            as keys for other layers, keeps all from which it was computed.
         rotations: Other inputs for each token, such as cosines and sines, which no layer before has.
     """
 
@@ -57,6 +60,7 @@ class LayerMemory:
     computing: int
     forward: int
     flows: tuple[Flow, ...]
+    recomputed: tuple[Flow, ...] = ()
     rotations: int = 0
 
 
@@ -123,7 +127,8 @@ def _measured(
     memory, result = seen[signature]
     before = {*rotations}
     for each in _tensors((inputs[1:], named)):
-        if each.is_floating_point() and each.ndim > 1 and each.shape[1] == shape[1]:
+        is_number = each.is_floating_point() or each.is_complex()
+        if is_number and each.ndim > 1 and each.shape[1] == shape[1]:
             rotations[id(each.untyped_storage())] = each  # equal for all rows, if there is one
     new = (each.untyped_storage().nbytes() // each.shape[0] for key, each in rotations.items() if key not in before)
     found.append(replace(memory, rotations=sum(new)))
@@ -145,12 +150,7 @@ def _trained(
             kept[id(storage)] = storage
         return tensor
 
-    def complete(parameter: Any) -> None:
-        storages.complete(parameter.grad)
-        parameter.grad = None
-
-    hooks = [p.register_post_accumulate_grad_hook(complete) for p in layer.parameters() if p.requires_grad]
-    with torch.enable_grad(), _storages() as storages:
+    with torch.enable_grad(), _backward_moments(layer) as storages:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             result = forward(hidden, *inputs, **named)
         outer = {id(each.untyped_storage()) for each in _tensors((inputs, named))}
@@ -164,13 +164,45 @@ def _trained(
         del first
         end.backward()
         hidden.grad = None
-    for hook in hooks:
-        hook.remove()
-    flows = [(-(-(most + own_input) // ROWS), *shares) for most, *shares in storages.moments()]
+    with torch.enable_grad(), _backward_moments(layer) as again:
+        _recompute(forward, hidden, inputs, named, again)
+    flows, recomputed = (
+        _largest((-(-(most + own_input) // ROWS), *shares) for most, *shares in each.moments())
+        for each in (storages, again)
+    )
     kept_bytes, own_input, computing, most = (
         -(-each // ROWS) for each in (num_bytes, own_input, computing, alone + input_bytes)
     )
-    return LayerMemory(kept_bytes, own_input, computing, most, _largest(flows)), result
+    return LayerMemory(kept_bytes, own_input, computing, most, flows, recomputed), result
+
+
+def _recompute(
+    forward: Callable[..., Any], hidden: Any, inputs: tuple[Any, ...], named: dict[str, Any], storages: Any
+) -> None:
+    """Both passes with activation checkpointing as engines enable it."""
+    from torch.utils.checkpoint import checkpoint
+
+    result = checkpoint(forward, hidden, *inputs, use_reentrant=False, preserve_rng_state=False, **named)
+    storages.begin()
+    end = _gradient_of(_tensors(result)[0])
+    del result
+    end.backward()
+    hidden.grad = None
+
+
+@contextlib.contextmanager
+def _backward_moments(layer: Any) -> Iterator[Any]:
+    """_storages() that are told when gradients of the layer's parameters are complete."""
+
+    def complete(parameter: Any) -> None:
+        storages.complete(parameter.grad)
+        parameter.grad = None
+
+    hooks = [p.register_post_accumulate_grad_hook(complete) for p in layer.parameters() if p.requires_grad]
+    with _storages() as storages:
+        yield storages
+    for hook in hooks:
+        hook.remove()
 
 
 def _largest(moments: Iterable[tuple[int, float, float]]) -> tuple[Flow, ...]:

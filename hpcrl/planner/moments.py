@@ -25,6 +25,7 @@ from hpcrl.planner.activations import (
     logits_bytes,
     own_input_bytes,
     positions_bytes,
+    recomputed_flows,
     recomputed_scores,
 )
 from hpcrl.planner.image_memory import (
@@ -124,7 +125,7 @@ def moments(
             yield Moment(unit, "backward", first, complete=0.0, adding=0.0)
         else:
             yield Moment(None, "forward", {"activations": below + computing + hidden * num_bytes})
-        for flow in flows(*of_layer):
+        for flow in recomputed_flows(*of_layer) if checkpointing else flows(*of_layer):
             parts = {"activations": below, "recomputed layer": flow.num_bytes + beside.layer}
             if not checkpointing:
                 parts = {"activations": sum(parts.values())}

@@ -23,6 +23,7 @@ from hpcrl.planner.activations import (
     norm_bytes,
     own_input_bytes,
     positions_bytes,
+    recomputed_flows,
 )
 from hpcrl.planner.memory_parts import BYTES, has_gpus
 from hpcrl.planner.moments import FIELD_BYTES, NORM_GRADIENTS, Moment
@@ -98,7 +99,7 @@ def mtp_moments(
         if checkpointing:
             recomputed = own_input + computing + hidden[number] * num_bytes
             yield Moment(unit, "backward", {"activations": below + recomputed}, complete=0.0, adding=0.0)
-        for flow in flows(*of_layer):
+        for flow in recomputed_flows(*of_layer) if checkpointing else flows(*of_layer):
             yield Moment(unit, "backward", {"activations": below + flow.num_bytes}, flow.complete, flow.adding)
         left -= kept[number] + before[number]
         yield Moment(unit, "end", {"activations": left + before[number]})
