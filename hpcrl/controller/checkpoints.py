@@ -337,6 +337,7 @@ def _moved(before: dict[str, Any], now: dict[str, Any]) -> str:
     """Differences from the layout that wrote a checkpoint, as text; empty without any."""
     # Defaults for keys that earlier versions did not write.
     defaults: dict[str, Any] = dict.fromkeys(map(_sharing, ROLES), 1) | {f"{role} ranks": [] for role in ROLES}
+    defaults |= {key: 1 for key in now if key.endswith("_parallel")}  # splits that earlier versions did not have
     before = defaults | {key: now[key] for key in ENGINE_KEYS if key in now} | with_new_keys(before)
     if before.get("critic.engine") is None:  # an earlier version, and the critic has the policy's engine
         before["critic.engine"] = before.get("trainer.engine")
