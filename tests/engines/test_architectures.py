@@ -107,11 +107,15 @@ def check_weights(found: dict[str, Any], after: dict[str, Any]) -> None:
         assert far.max() <= 2e-2 * SETTINGS["lr"], name
 
 
+def log_prob_limit(family: str) -> float:
+    return 1e-4 if family == "longcat_flash" else 5e-5  # 8.7e-5 at one token, with AVX2 and on an EPYC with AVX-512
+
+
 def check_steps(outcomes: list[Any], folder: Path, batch: Any) -> None:
     """The ranks' outcomes of outcomes_of_two_ranks()."""
     want, after = step_of_torch(folder, batch)
     for log_p, weights in outcomes:
-        assert (log_p - want).abs().max() < 5e-5, folder.name
+        assert (log_p - want).abs().max() < log_prob_limit(folder.name), folder.name
         assert after.keys() <= weights.keys()
         check_weights(weights, after)
 
@@ -141,8 +145,7 @@ def check(family: str, folder: Path, out: Path, using: str = "fsdp2") -> None:
     batch = make_batch(LENGTHS)
     want, after = step_of_torch(folder, batch)
     everything = [list(range(len(LENGTHS)))]
-    limit = 1e-4 if family == "longcat_flash" else 5e-5  # 8.7e-5 at one token on a processor with AVX2 alone
-    assert (trainer.logprobs(batch, everything, 1.0) - want).abs().max() < limit
+    assert (trainer.logprobs(batch, everything, 1.0) - want).abs().max() < log_prob_limit(family)
     trainer.train_step(batch, everything, Weighted(), norms_of(batch))
     trainer.export_hf(out)
     exported = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
