@@ -23,6 +23,7 @@ from hpcrl.system import log
 from hpcrl.system.exit_codes import ExitCode
 
 COMMANDS = {
+    "init": ("hpcrl.launch.init", "write a small project: rows, a reward with its test, runs that learn in minutes"),
     "launch": ("hpcrl.launch.__main__", "check a run, print its plan, start it here or submit it to Slurm"),
     "status": ("hpcrl.commands.status", "show a run's state, step, time left, checkpoints, restarts, errors"),
     "logs": ("hpcrl.commands.logs", "show the messages of all ranks, nodes and attempts of a run, in order of time"),
