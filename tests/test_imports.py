@@ -74,6 +74,7 @@ def test_code_that_runs_before_the_ranks_imports_no_torch() -> None:
         file
         for file in sorted((ROOT / "hpcrl").rglob("*.py"))
         if file.relative_to(ROOT / "hpcrl").parts[0].removesuffix(".py") in packages or file.stem == "spec"
+        if (file.parent / "__init__.py").is_file()  # the files that hpcrl init copies are no modules of hpcrl
     ]
     names = [".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for file in files]
     assert len(names) > 70

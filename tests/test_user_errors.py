@@ -52,6 +52,31 @@ def test_many_kinds_of_errors_fill_neither_console_nor_file(tmp_path: Path, caps
     assert len(capsys.readouterr().out.splitlines()) == user_errors.PRINTED_KINDS + 1  # and after 100 errors in all
 
 
+@pytest.mark.parametrize(
+    ("happens", "hopeless"),
+    [
+        (["a1"] * 32, True),
+        (["a1", "a22"] * 16, True),  # a kind's errors differ in numbers
+        (["a1"] * 31, False),
+        (["a1"] * 31 + ["b1"] + ["a1"] * 64, False),
+        (["", *["a1"] * 100], False),
+        (["a1"] * 31 + [""] + ["a1"] * 64, False),
+    ],
+)
+def test_an_attempt_is_hopeless_if_its_first_samples_fail_alike(happens: list[str], hopeless: bool) -> None:
+    errors = UserErrors(None)
+    for error in happens:
+        if error:
+            errors.report("reward", "maths", f"ValueError: {error} (judge.py:3)")
+        else:
+            errors.succeeded()
+    said = errors.hopeless()
+    assert bool(said) == hopeless
+    if said:
+        assert said.startswith("ValueError: a1 (judge.py:3): the reward of domain maths failed so")
+        assert said.endswith("each of the first 32 samples")
+
+
 def test_a_full_disk_loses_only_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     errors = UserErrors(tmp_path / "gone")
     errors.report("reward", "maths", "ValueError: no")

@@ -32,7 +32,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Upload the run; returns the exit code."""
     parser = ArgumentParser("hpcrl track", __doc__)
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR")
-    parser.add_argument("name", metavar="TRACKER", help=f"{', '.join(TRACKERS)}, or module:SPEC")
+    names = [name for name, spec in TRACKERS.items() if not spec.live]
+    parser.add_argument("name", metavar="TRACKER", help=f"{', '.join(names)}, or module:SPEC")
     parser.add_argument("uri", nargs="?", metavar="URI", help="address of the server, for mlflow")
     try:
         arguments = parser.parse_args(argv)
@@ -76,6 +77,8 @@ def _config(run_dir: Path, name: str, uri: str | None) -> Config:
     spec = TRACKERS[name]
     if lacking := spec.missing_packages():
         raise ConfigError([f"{name} is not installed; {install(lacking)}"])
+    if spec.live:
+        raise ConfigError([f"{name} has only present values; set trackers=[...,{name}] for a run"])
     data = stored_config(run_dir).model_dump(mode="json")
     data["trackers"], data["tracking"]["online"] = [name], True
     if uri:

@@ -19,8 +19,8 @@ def start_trackers(config: Config, run_dir: Path, resume_step: int) -> list[Trac
     threads, tracked = [], id_of(run_dir)
     for name in config.trackers:
         make = functools.partial(make_tracker, config, run_dir, name, tracked)
-        step_file, rewinds = last_step_file(config, run_dir, name), TRACKERS[name].rewinds
-        threads.append(TrackerThread(name, make, step_file, resume_step, rewinds, config.tracking.timeout_s))
+        step_file, spec, timeout_s = last_step_file(config, run_dir, name), TRACKERS[name], config.tracking.timeout_s
+        threads.append(TrackerThread(name, make, step_file, resume_step, spec.rewinds, timeout_s, live=spec.live))
     return threads
 
 

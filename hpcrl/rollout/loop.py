@@ -15,7 +15,7 @@ from hpcrl.rollout.links import ReplicaLink
 from hpcrl.rollout.pending_answers import PendingAnswers
 from hpcrl.rollout.replica_speeds import ReplicaSpeeds
 from hpcrl.rollout.scheduling import events
-from hpcrl.rollout.scheduling.scheduler import RolloutScheduler
+from hpcrl.rollout.scheduling.scheduler import RolloutExhausted, RolloutScheduler
 from hpcrl.rollout.types import FinishReason, Prompt, Sizes, is_greedy, receiver_of, split_sample_id
 from hpcrl.run_folder.user_errors import UserErrors
 
@@ -351,7 +351,7 @@ class RolloutLoop:
             case messages.AwaitGroup():
                 self._awaited.hold_for_group(rank, event.samples)
             case messages.Observed():
-                self._report("environment", event.result)
+                self._report("environment", event.result, ends=event.ended and not event.add_reward)
                 if event.ended and event.add_reward:
                     self._answered(event.sample)
                     self._note(event.result)
@@ -428,11 +428,17 @@ class RolloutLoop:
             result.extracted,
         )
 
-    def _report(self, source: str, result: messages.ScoredSample) -> None:
-        """Count the error of a sample, if it has one."""
-        if result.error:
-            prompt = self._prompt_of(result.sample)
-            self._errors.report(source, prompt.domain if prompt is not None else "", result.error)
+    def _report(self, source: str, result: messages.ScoredSample, ends: bool = True) -> None:
+        """Count the error of a sample, if it has one. RolloutExhausted if the first samples have all failed alike.
+        `ends`: whether nothing of the sample can fail any more."""
+        if not result.error:
+            if ends:
+                self._errors.succeeded()
+            return
+        prompt = self._prompt_of(result.sample)
+        self._errors.report(source, prompt.domain if prompt is not None else "", result.error)
+        if failure := self._errors.hopeless():
+            raise RolloutExhausted(f"{failure}; mend it (a response that cannot be scored should get 0)")
 
     def _note(self, result: messages.ScoredSample, scored: bool = False) -> None:
         """Record a result's statistics. They describe sampled responses, so greedy baselines are excluded."""

@@ -24,6 +24,8 @@ MAX_KINDS = 50
 """Maximum kinds of errors; further kinds are counted together."""
 PRINTED_KINDS = 10
 """Maximum kinds of errors of which the first error is printed."""
+FIRST_ALIKE = 32
+"""So many samples with errors of one kind, before any without, are enough to call a run hopeless."""
 OTHERS = "errors of other kinds"
 WRITE_S = 5.0
 """Seconds between two writes, which wait for the disk; the first error of a kind is written at once."""
@@ -45,7 +47,21 @@ class UserErrors:
             logger.warning("%s; error counts start again from 0", problem)
         self._printed: set[tuple[str, ...]] = set()  # in this attempt
         self._total = 0  # in this attempt
+        self._alike: tuple[str, ...] | None = None  # the kind of all errors, until the first sample without an error
+        self._undecided = True
         self._written, self._changed = -WRITE_S, False
+
+    def succeeded(self) -> None:
+        """Note a sample without an error."""
+        self._undecided = False
+
+    def hopeless(self) -> str:
+        """The error that the attempt's first samples have all had, with its number; empty if they had not."""
+        if not self._undecided or self._alike is None or self._total < FIRST_ALIKE:
+            return ""
+        entry = self._kinds[self._alike]
+        where = f"the {entry['source']} of domain {entry['domain']}"
+        return f"{entry['error']}: {where} failed so for each of the first {self._total} samples"
 
     def report(self, source: str, domain: str, error: str) -> None:
         """Count an error of this source (environment, reward or generator)."""
@@ -56,6 +72,8 @@ class UserErrors:
         if kind not in self._kinds and len(self._kinds) >= MAX_KINDS:
             entry |= {"source": "", "domain": "", "error": OTHERS}
             kind = _kind(entry)
+        self._undecided = self._undecided and self._alike in (None, kind)
+        self._alike = kind
         known = self._kinds.setdefault(kind, entry)
         known["count"] += 1
         known["last"] = now()

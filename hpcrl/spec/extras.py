@@ -15,6 +15,8 @@ EXTRAS = {
     "gymnasium": ("gymnasium==1.4.*",),
     "megatron": ("megatron-core==0.16.1",),
     "mlflow": ("mlflow-skinny>=3.17,<4",),
+    "otlp": ("opentelemetry-sdk>=1.30,<2", "opentelemetry-exporter-otlp-proto-http>=1.30,<2"),
+    "prometheus": ("prometheus-client>=0.20,<1",),
     "sglang": ("sglang==0.5.23",),
     "slurm": ("submitit", "hydra-submitit-launcher"),
     "swanlab": ("swanlab==0.10.*",),

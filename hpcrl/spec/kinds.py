@@ -309,6 +309,8 @@ class TrackerSpec(Spec):
 
     rewinds: bool = False
     """Whether it deletes steps past the checkpoint, which a resumed run logs again; else it keeps the old steps."""
+    live: bool = False
+    """Whether it has only present values: it gets neither missed steps nor finished runs."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -137,5 +137,7 @@ TRACKERS = SpecTable(
         "wandb": "hpcrl.metrics.trackers.spec:WANDB",
         "swanlab": "hpcrl.metrics.trackers.spec:SWANLAB",
         "mlflow": "hpcrl.metrics.trackers.spec:MLFLOW",
+        "prometheus": "hpcrl.metrics.trackers.spec:PROMETHEUS",
+        "otlp": "hpcrl.metrics.trackers.spec:OTLP",
     },
 )

@@ -23,10 +23,12 @@ from hpcrl.system import log
 from hpcrl.system.exit_codes import ExitCode
 
 COMMANDS = {
+    "init": ("hpcrl.launch.init", "write a small project: rows, a reward with its test, runs that learn in minutes"),
     "launch": ("hpcrl.launch.__main__", "check a run, print its plan, start it here or submit it to Slurm"),
     "status": ("hpcrl.commands.status", "show a run's state, step, time left, checkpoints, restarts, errors"),
     "logs": ("hpcrl.commands.logs", "show the messages of all ranks, nodes and attempts of a run, in order of time"),
     "plot": ("hpcrl.metrics.plot", "draw reward and validation accuracy of a run"),
+    "data": ("hpcrl.commands.show_data", "look at the rows of a data set as a run would read them"),
     "score": ("hpcrl.commands.score", "try a reward on an answer or on a file of rows, without a run"),
     "convert": ("hpcrl.convert.__main__", "convert a checkpoint to a model in HF layout, or an HF model to Megatron"),
     "track": ("hpcrl.commands.track", "upload the metrics of a run to a tracker, from a machine with network access"),

@@ -2,7 +2,8 @@
 
 A file next to a tracker's folder holds the last step that was logged to it. The next attempt continues after this step:
 it logs the rows of metrics.jsonl that the tracker missed, and skips the steps from the checkpoint to the previous
-attempt's end, which the tracker has. A tracker that can rewind (TrackerSpec.rewinds) gets these steps again.
+attempt's end, which the tracker has. A tracker that can rewind (TrackerSpec.rewinds) gets these steps again; one with
+present values only (TrackerSpec.live) gets the steps after the checkpoint.
 """
 
 from __future__ import annotations
@@ -33,13 +34,14 @@ class TrackerThread:
 
     def __init__(
         self, name: str, make: Callable[[int], Tracker], step_file: Path, resume_step: int, rewinds: bool,
-        timeout_s: float, warn: Callable[[str], None] = logger.warning,
+        timeout_s: float, warn: Callable[[str], None] = logger.warning, live: bool = False,
     ):  # fmt: skip
-        """`make` is called with the first step that will be logged; `step_file` has the last logged step."""
+        """`make` is called with the first step that will be logged; `step_file` has the last logged step. `rewinds`
+        and `live`: see TrackerSpec."""
         self.name, self._timeout_s, self._warn, self._path = name, timeout_s, warn, step_file
         self.last_step = _read(step_file)
-        if rewinds:
-            self.last_step = min(self.last_step, resume_step)
+        if rewinds or live:
+            self.last_step = resume_step if live else min(self.last_step, resume_step)
         first = self.last_step + 1
         self._calls: queue.Queue[TrackerCall | None] = queue.Queue()
         self._most = MAX_WAITING
