@@ -23,15 +23,18 @@ Given = Callable[..., object] | str
 
 
 def arguments_of(words: Sequence[str], keys: Mapping[str, object]) -> list[str]:
-    """The arguments of a run: the words, then the keywords as `key=value`. A keyword named like a group selects the
-    group's option if its value is text; a mapping has the keys below; `reward` and `env` also take a part for all
-    domains, and a mapping of domain to part. ValueError for a value that cannot be given."""
+    """The arguments of a run: the keywords as `key=value`, then the words, which override them. ValueError for a value
+    that cannot be given.
+
+    A keyword named like a group selects the group's option if its value is text; a mapping has the keys below; `reward`
+    and `env` also take a part for all domains, and a mapping of domain to part.
+    """
     for word in words:
         if not isinstance(word, str):
             raise ValueError(f"{word!r}: a word is text such as 'trainer.lr=1e-5'; other values are keywords")
         if word.startswith("-") and not word.startswith("--config"):
             raise ValueError(f"{word}: no option for a call from Python; sweeps and --help are of the command line")
-    arguments = list(words)
+    arguments: list[str] = []
     parts: list[tuple[str, str, Given]] = []
     for key, value in keys.items():
         if key in PARTS and _is_part(value):
@@ -45,10 +48,10 @@ def arguments_of(words: Sequence[str], keys: Mapping[str, object]) -> list[str]:
         else:
             arguments += _words(key, value)
     if parts:
-        data = compose(arguments).data
+        data = compose([*arguments, *words]).data
         for section, domain, part in parts:
             arguments += _of_part(section, domain, part, data)
-    return arguments
+    return [*arguments, *words]
 
 
 def _is_part(value: object) -> TypeGuard[Given]:

@@ -41,8 +41,8 @@ from hpcrl.system.files import step_name, steps_in
 if TYPE_CHECKING:
     from hpcrl.python.stored_samples import StoredSample
 
-LIVING = ("queued", "requeued", "held", "starting", "running", "ending", "unknown", "suspended", "configuring")
-"""States of a run that may still go on by itself."""
+ENDED = ("stopped: attempt", "refused", "lost", "never started")
+"""How the state of a run begins that does not go on by itself. A job that Slurm has stopped is `stopped: job`."""
 SETTLED = 2
 """Looks that must find a run ended: records of other nodes appear late on a shared file system."""
 RESPONSES = re.compile(r"step_(\d{6,})\.jsonl")
@@ -184,8 +184,8 @@ class RunHandle:
         ended otherwise or never started, TimeoutError after timeout_s."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         ended = 0
-        while (told := self._state()).partition(":")[0] != "finished":
-            ended = 0 if told.partition(":")[0] in LIVING else ended + 1
+        while not (told := self._state()).startswith("finished"):
+            ended = ended + 1 if told.startswith(ENDED) else 0
             if ended >= SETTLED:
                 self._fail(told)
             if deadline is not None and time.monotonic() > deadline:
@@ -195,8 +195,8 @@ class RunHandle:
 
     def stop(self) -> bool:
         """Ask a run that goes on to save at the next step boundary and stop, as `scancel` or SIGTERM do; cancel a job
-        that waits. Returns at once: whether something was asked. ValueError if the run is on another host, SlurmError
-        if Slurm refuses."""
+        that waits. Returns at once: whether something was asked. ValueError if the run is on another host or
+        cluster, SlurmError if Slurm refuses."""
         owner = self._folder.owner
         if "ended" not in owner and "pid" in owner and not lives_as_job(owner):
             if owner["host"] != os.uname().nodename:
@@ -205,6 +205,8 @@ class RunHandle:
                 os.kill(owner["pid"], signal.SIGTERM)
                 return True
         job = find_job(self._folder)
+        if job is not None and job.state == "UNKNOWN":
+            raise ValueError(f"{self.path}: job {job.id}: {job.reason}")
         if job is None or not job.lives:
             return False
         slurm.cancel([*dict.fromkeys([*submitted_jobs(self.path), job.id])])

@@ -40,7 +40,8 @@ def train(
     finished run at once.
 
     Args:
-        words: Arguments of the command, such as "+experiment=demo", "trainer.lr=1e-5" or "--config=my.yaml".
+        words: Arguments of the command, such as "+experiment=demo", "trainer.lr=1e-5" or "--config=my.yaml"; they
+            override keywords.
         reward: The reward of all domains, or domain -> reward: a function or class that can be imported from a file,
             its path ("my_reward.py:score"), the name of a built-in reward, or a mapping of keys.
         env: The same for environments.
@@ -66,26 +67,27 @@ class _Launch:
     are over, since the exception has it."""
 
     def __init__(self, arguments: Sequence[str]):
-        told, tells = os.pipe()
+        pipes = [os.pipe() for _ in range(3)]
+        self._told, self._out, self._err = (reads for reads, _ in pipes)
+        tells, out, err = (writes for _, writes in pipes)
         command = [sys.executable, "-m", "hpcrl.python.child", str(tells), str(os.getpid()), *arguments]
         try:
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                pass_fds=[tells],
+                stdout=out,
+                stderr=err,
+                # With the read ends, its last messages have a reader even if this process is killed.
+                pass_fds=[tells, self._out, self._err],
                 start_new_session=True,  # a terminal's Ctrl-C would reach it twice
                 env={**os.environ, INSIDE: "1"},
             )
         except BaseException:
-            os.close(told)
+            self._close()
             raise
         finally:
-            os.close(tells)
-        assert self._process.stdout is not None and self._process.stderr is not None
-        self._told = told
-        self._out, self._err = self._process.stdout.fileno(), self._process.stderr.fileno()
+            for writes in (tells, out, err):
+                os.close(writes)
         self._decoders = {fd: codecs.getincrementaldecoder("utf-8")("replace") for fd in (self._out, self._err)}
         self._run_dir = b""
         self._checked = False
@@ -101,10 +103,7 @@ class _Launch:
             if self._process.poll() is None:  # an error of this process, such as a closed standard output
                 self._process.send_signal(signal.SIGTERM)
                 self._process.wait()
-            os.close(self._told)
-            for stream in (self._process.stdout, self._process.stderr):
-                if stream is not None:
-                    stream.close()
+            self._close()
         if code == ExitCode.DONE:
             return Path(os.fsdecode(self._run_dir))
         if self._interrupted:
@@ -113,6 +112,10 @@ class _Launch:
         if code != ExitCode.BAD_INPUT:
             lines = lines[-1:]
         raise RunFailed(lines or [f"the run ended with code {code}"], code)
+
+    def _close(self) -> None:
+        for reads in (self._told, self._out, self._err):
+            os.close(reads)
 
     def _read(self) -> None:
         """Show all output until the process has ended."""
