@@ -112,3 +112,25 @@ def test_a_job_is_submitted_once_and_can_be_stopped(
     elsewhere = hpcrl.train(**keys | {"run_dir": "other"}, reward="my_reward.py:score")
     with pytest.raises(ValueError, match="job 10: run this on cluster there, not on here"):
         elsewhere.stop()
+
+
+GAME = """\
+class Say:
+    def reset(self, seed):
+        return "say a", {}
+
+    def step(self, action):
+        return "", float("a" in action), True, False, {}
+"""
+
+
+def test_an_environment_may_be_a_class_of_a_file(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (place / "games.py").write_text(GAME)
+    monkeypatch.syspath_prepend(str(place))
+    games = __import__("games")
+    try:
+        plan = hpcrl.plan(experiment="agentic_tiny", env=games.Say, model="tiny")
+    finally:
+        del sys.modules["games"]
+    env = plan.config["env"]["default"]
+    assert (env["name"], env["class_path"]) == ("class", f"{place}/games.py:Say") and "environment class" in str(plan)
