@@ -72,6 +72,34 @@ from hpcrl.system.exit_codes import ExitCode
 reveal_type(hpcrl.__version__)
 
 
+def from_python(words: Sequence[str]) -> None:
+    run = hpcrl.train(*words, experiment="demo", trainer={"lr": 1e-5}, reward="my_reward.py:score")
+    reveal_type(run)
+    reveal_type(hpcrl.Run("runs/demo").state)
+    reveal_type(run.metrics.steps)  # Any: numpy's array of unknown shape
+    reveal_type(run.metrics["critic/rewards/mean"])  # Any: numpy's array of unknown shape
+    for sample in run.samples(step=3):
+        reveal_type(sample.response)
+        reveal_type(sample.reward)
+        reveal_type(sample.messages)  # Any: messages in chat form are JSON
+    reveal_type(run.checkpoints()[0].valid)
+    reveal_type(run.hf)
+    reveal_type(run.wait(timeout_s=3.0).stop())
+    plan = hpcrl.plan("+experiment=demo", env={"default": "guess"})
+    reveal_type(plan.memory_bytes)
+    reveal_type(plan.kind)
+    reveal_type(plan.config)  # Any: the values of keys
+    generator = hpcrl.Generator(run, dtype="float32")
+    responses: list[list[hpcrl.GeneratedResponse]] = generator.generate(["a", "b"], n=2)
+    generator.generate([[{"role": "user", "content": "b"}]])
+    reveal_type(responses[0][0].token_ids)
+    try:
+        hpcrl.train()
+    except hpcrl.RunFailed as error:
+        reveal_type(error.exit_code)
+        reveal_type(error.problems)
+
+
 class Rank(PolicyLoss):
     """Keys of an algorithm."""
 

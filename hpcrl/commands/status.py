@@ -126,7 +126,9 @@ class RunFolder:
     @cached_property
     def step_s(self) -> float | None:
         """Seconds per step without evaluations, over the last steps."""
-        times = [row["time/step_total"] for row in self.rows[-RECENT_STEPS:] if row["step"] and row["time/step_total"]]
+        times = [
+            row["time/step_total"] for row in self.rows[-RECENT_STEPS:] if row["step"] and row.get("time/step_total")
+        ]
         return sum(times) / len(times) if times else None
 
     def seconds_left(self) -> float | None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import errno
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from hpcrl.cluster import slurm
 from hpcrl.config import ConfigError
@@ -15,8 +16,8 @@ from hpcrl.system.cli import in_shell, show, use_utf8
 from hpcrl.system.exit_codes import ExitCode
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run the command line; returns the exit code (hpcrl/system/exit_codes.py)."""
+def main(argv: Sequence[str], checked: Callable[[Path], None] = lambda run_dir: None) -> int:
+    """Run the command line; returns the exit code (hpcrl/system/exit_codes.py). `checked` is as for start()."""
     try:
         if help_at := [i for i, word in enumerate(argv) if word in ("-h", "--help")]:
             topic = argv[help_at[0] + 1 :]
@@ -26,7 +27,7 @@ def main(argv: Sequence[str]) -> int:
             from hpcrl.launch.sweep import sweep
 
             return sweep([word for word in argv if word not in ("-m", "--multirun")])
-        return start(argv)
+        return start(argv, checked)
     except ConfigError as error:
         print(in_shell("\n".join(error.problems)), file=sys.stderr)
         return ExitCode.BAD_INPUT

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from hpcrl.config.abilities import check_installed
@@ -15,9 +15,11 @@ from hpcrl.system.cli import in_shell, show
 from hpcrl.system.exit_codes import ExitCode
 
 
-def start(argv: Sequence[str]) -> int:
-    """Check the run, print its plan and, unless it is finished, run it to its end; returns the exit code."""
+def start(argv: Sequence[str], checked: Callable[[Path], None] = lambda run_dir: None) -> int:
+    """Check the run, print its plan and, unless it is finished, run it to its end; returns the exit code. `checked` is
+    called with the run folder when no check has failed."""
     config, layout, model, run, shown = prepare(argv)
+    checked(run.run_dir)
     plan = describe(config, layout, model, run, shown)
     text = "".join([plan, "\n", *environment_notes(config, layout)])
     if config.dry_run:
