@@ -1,0 +1,9 @@
+"""The sections of the report, in the order of the page: one line each."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+from hpcrl.report import overview
+
+SECTIONS: tuple[ModuleType, ...] = (overview,)
