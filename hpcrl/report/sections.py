@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from hpcrl.report import overview
+from hpcrl.report import alerts, curves, overview
 
-SECTIONS: tuple[ModuleType, ...] = (overview,)
+SECTIONS: tuple[ModuleType, ...] = (
+    overview,
+    alerts,
+    curves,
+)
