@@ -4,6 +4,6 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from hpcrl.report import overview
+from hpcrl.report import overview, samples
 
-SECTIONS: tuple[ModuleType, ...] = (overview,)
+SECTIONS: tuple[ModuleType, ...] = (overview, samples)
