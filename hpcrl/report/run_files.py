@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -11,9 +12,11 @@ from typing import Any
 
 import yaml
 
+from hpcrl.config import Config, ConfigError, parse
 from hpcrl.config.renamed_keys import with_new_names
 from hpcrl.metrics.log import read_metrics
 from hpcrl.run_folder import CONFIG, FACTS, FINISHED, OUTCOME, OWNERS, PLAN, SUBMITTED, VERDICT, world_folder
+from hpcrl.run_folder.user_errors import ERRORS, read_errors
 
 MARKS = (CONFIG, SUBMITTED, PLAN, OWNERS)
 """A folder with one of these is a run folder; the last three exist before the first attempt has begun."""
@@ -44,10 +47,11 @@ class RunFiles:
     Args:
         path: The run folder. ValueError if it is none.
         state: The run's state in words, if the caller knows it.
+        energy: The energy of its jobs in words, if the caller knows it.
     """
 
-    def __init__(self, path: Path, state: str = ""):
-        self.path, self.state = path, state
+    def __init__(self, path: Path, state: str = "", energy: str = ""):
+        self.path, self.state, self.energy = path, state, energy
         self.problems: list[str] = []
         if problem := not_a_run(path):
             raise ValueError(problem)
@@ -83,6 +87,14 @@ class RunFiles:
         return found
 
     @cached_property
+    def checked(self) -> Config | None:
+        """The configuration, checked; None if it cannot be checked here, as with another version's keys."""
+        try:
+            return parse(self.config) if self.config else None
+        except ConfigError:
+            return None
+
+    @cached_property
     def attempts(self) -> list[RunAttempt]:
         """The attempts, in order."""
         facts = {}
@@ -113,11 +125,34 @@ class RunFiles:
         """finished.json; empty while the run is not finished."""
         return self.json(FINISHED)
 
+    @cached_property
+    def user_errors(self) -> list[dict[str, Any]]:
+        """The kinds of errors that each cost a sample, from errors.json, the most frequent first."""
+        try:
+            return sorted(read_errors(self.path), key=lambda kind: -kind["count"])
+        except ConfigError as error:
+            self._cannot_read(ERRORS, error.problems[0].partition("cannot be read: ")[2])
+            return []
+
     def text(self, name: str, max_bytes: int = 1 << 26) -> str:
         """A text file below the run folder; empty if it is missing or cannot be read. Longer files are cut."""
         try:
             with open(self.path / name, "rb") as file:
                 return file.read(max_bytes).decode(errors="replace")
+        except (FileNotFoundError, NotADirectoryError):
+            return ""
+        except OSError as error:
+            self._cannot_read(name, error.strerror or str(error))
+            return ""
+
+    def tail(self, name: str, max_bytes: int) -> str:
+        """The end of a text file below the run folder, from the start of a line; empty as in text()."""
+        try:
+            with open(self.path / name, "rb") as file:
+                size = file.seek(0, os.SEEK_END)
+                file.seek(max(size - max_bytes, 0))
+                found = file.read(max_bytes).decode(errors="replace")
+                return found if size <= max_bytes else found.partition("\n")[2]
         except (FileNotFoundError, NotADirectoryError):
             return ""
         except OSError as error:

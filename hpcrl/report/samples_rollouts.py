@@ -271,14 +271,14 @@ class _Reading:
         answers = [number for number, one in enumerate(said) if one.get("role") == "assistant"]
         answers = answers[len(answers) - num_turns :] if num_turns <= len(answers) else []
         begins = answers[0] if answers else len(said)
-        digests = self._digests(row)
+        digests, in_prompt = self._digests(row, _prompt_length(turns) if turns is not None else 0)
         shown: dict[str, Any] = {
             "id": f"s{self._step}-{uid}-{attempt}-{member}",
             "step": self._step,
             "uid": uid,
             "attempt": attempt,
             "member": member,
-            "prompt": prompt_hash(said[:begins], digests[: _marks(said[:begins])]),
+            "prompt": prompt_hash(said[:begins], digests[:in_prompt]),
             "reward": _rounded(columns.get("rewards")),
             "score": _rounded(columns.get("scores")),
             "finish": str(STATUS[columns["status"]]) if columns.get("status") in range(len(STATUS)) else "",
@@ -369,9 +369,11 @@ class _Reading:
             found["mismatch"] = _rounded(np.abs(old - generated)[model].mean())
         return found
 
-    def _digests(self, row: int) -> list[str]:
+    def _digests(self, row: int, prompt_length: int) -> tuple[list[str], int]:
+        """The digests of a row's images, and how many of them are in the prompt."""
         images = self._rows.ragged(row, "images")
-        return [] if images is None else [span.digest.hex() for span in image_spans(images)]
+        spans = [] if images is None else image_spans(images)
+        return [span.digest.hex() for span in spans], sum(span.start < prompt_length for span in spans)
 
     def _place_pictures(
         self, messages: Sequence[dict[str, Any]], said: Sequence[Mapping[str, Any]], digests: Sequence[str]

@@ -59,10 +59,12 @@ def message(said: Mapping[str, Any], limit: int) -> dict[str, Any]:
 
 
 def prompt_hash(messages: Sequence[Mapping[str, Any]], digests: Iterable[str] = ()) -> str:
-    """16 hex digits that are equal for equal prompts: of the messages and their images' digests."""
-    told = [list(messages), *digests]
-    text = json.dumps(told, sort_keys=True, separators=(",", ":"), default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    """16 hex digits that are equal for equal prompts, as the prompt_id of validations: the beginning of the SHA-256 of
+    the messages' canonical JSON, with the images' digests, if there are any, as one more entry."""
+    images = list(digests)
+    told = [*messages, {"images": images}] if images else [*messages]
+    text = json.dumps(told, sort_keys=True, separators=(",", ":"), ensure_ascii=False, default=str)
+    return hashlib.sha256(text.encode(errors="replace")).hexdigest()[:16]
 
 
 def _text(content: Any) -> str:

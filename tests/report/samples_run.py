@@ -130,6 +130,6 @@ def answered(number: int, response: str, score: float, **more: Any) -> dict[str,
     return {**line, **told, "error": None, "tags": [], **more}
 
 
-def picture(value: int) -> Medium:
+def picture(value: int, start: int = 0) -> Medium:
     """A grey picture of 4 x 2 pixels."""
-    return Medium("image", bytes([value]) * 24, 4, 2, 0, 2)
+    return Medium("image", bytes([value]) * 24, 4, 2, start, 2)

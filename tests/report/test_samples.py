@@ -271,7 +271,7 @@ def opened(url: str) -> Image.Image:
 def test_images_are_small_copies_at_their_messages(tmp_path: Path) -> None:
     declare(IMAGES)
     run = make_run(tmp_path / "run")
-    shown = [picture(10), picture(200)]
+    shown = [picture(10), picture(200, start=11)]
     messages = [
         {"role": "user", "content": "<image> which?"},
         {"role": "assistant", "content": "this <image>"},

@@ -2,10 +2,9 @@
 // Line charts in SVG. report.chart({series, marks, ...}) gives an element that draws itself in its width.
 (() => {
   const { el, svg, number, replace } = report;
-  const NARROW = 320; // CSS pixels
   const MARGIN = { left: 54, right: 10, top: 8, bottom: 22 };
 
-  // 4 to 8 round values between low and high.
+  // About `count` round values between low and high, at most.
   function ticks(low, high, count) {
     const rough = (high - low) / count || 1;
     const power = 10 ** Math.floor(Math.log10(rough));
@@ -29,8 +28,9 @@
     const box = el("div", { class: "chart" });
     let width = 0;
     const redraw = () => {
-      const now = Math.max(NARROW, Math.floor(box.clientWidth || 0)) ;
-      if (box.clientWidth && box.clientWidth !== width) { width = box.clientWidth; replace(box, picture(options, Math.min(now, box.clientWidth))); }
+      if (!box.clientWidth || box.clientWidth === width) return;
+      width = box.clientWidth;
+      replace(box, picture(options, width));
     };
     new ResizeObserver(redraw).observe(box);
     return box;
@@ -57,7 +57,7 @@
     const py = (y) => MARGIN.top + (1 - (scaled(y) - low) / (high - low)) * inner.height;
     const level = (value) => (options.log ? 10 ** value : value);
     const across = ticks(left, right, Math.max(2, Math.min(8, inner.width / 80))).filter((x) => x >= left && x <= right);
-    const up = options.log ? logTicks(low, high) : ticks(low, high, 4);
+    const up = options.log ? logTicks(low, high) : ticks(low, high, 6);
     const root = svg("svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": options.label || "chart" });
     for (const y of up) {
       const at = py(level(y));

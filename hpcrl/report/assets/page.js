@@ -145,7 +145,8 @@ const report = (() => {
     return el("label", { class: "chooser" }, "Run ", el("select", { onchange: change }, options));
   }
 
-  function show(name, focus) {
+  // Shows a section; `place` is what follows the name in the address, which the section gets as the event "visit".
+  function show(name, focus, place) {
     const names = head.sections.map((each) => each.name);
     const shown = names.includes(name) ? name : names[0];
     for (const each of names) {
@@ -159,6 +160,15 @@ const report = (() => {
     document.body.dataset.shown = shown;
     if (location.hash.slice(1).split("/")[0] !== shown) history.replaceState(null, "", `#${shown}`);
     draw(shown);
+    if (place) panel(shown).dispatchEvent(new CustomEvent("visit", { detail: place }));
+  }
+
+  // Shows the section that the address names, such as #curves or #curves/val%2Fscore%2Fmean.
+  function follow() {
+    const [name, ...rest] = location.hash.slice(1).split("/");
+    let place = rest.join("/");
+    try { place = decodeURIComponent(place); } catch (error) { /* typed by hand */ }
+    show(name, false, place);
   }
 
   // Arrow keys, Home and End on the tabs; [ and ] or a digit from anywhere but a text field.
@@ -220,8 +230,8 @@ const report = (() => {
       el("kbd", {}, "9"), " go from section to section, ", el("kbd", {}, "Tab"), " goes through a section.");
     document.body.append(title, el("nav", {}, tabs), ...(notice ? [notice] : []), main, help);
     document.addEventListener("keydown", onKey);
-    addEventListener("hashchange", () => show(location.hash.slice(1).split("/")[0]));
-    show(location.hash.slice(1).split("/")[0]);
+    addEventListener("hashchange", follow);
+    follow();
   }
 
   return { section, overlaid, el, svg, replace, pairs, table, number, duration, colour, download, show, start };
