@@ -27,6 +27,8 @@ MIN_STEPS, MAX_STEPS = 6, 40
 """Steps of which samples are chosen, if the run has that many."""
 MIN_CHARS, MAX_CHARS = 1500, 16000
 """Characters of a message that the page shows: fewer if groups are large."""
+SHORTEST_CHARS = 200
+"""The same for a group that is still too large."""
 BYTES_PER_CHAR = 3
 BYTES_PER_TOKEN, BYTES_PER_SAMPLE = 12, 400
 """Rough sizes in a page, from which the number of steps follows."""
@@ -86,7 +88,7 @@ def find_rollouts(
             with open_step(folder / step_name(step)) as rows:
                 records = read_outcomes(folder / step_name(step)) if endings[step] else []
                 reading = _Reading(step, rows, records, pieces, pictures, limit)
-                left -= _take(reading, found, share if step in even else 0, wanted)
+                left -= _take(reading, found, share, wanted, others=step in even)
         except ValueError as error:
             problem(str(error))
     found.steps = sorted({sample["step"] for sample in found.samples})
@@ -148,19 +150,23 @@ def _extremes(endings: Mapping[int, Sequence[OutcomeRecord]]) -> dict[str, tuple
     return {"highest": best[1:], "lowest": worst[1:]}
 
 
-def _take(reading: _Reading, found: FoundRollouts, share: float, wanted: set[int]) -> int:
-    """Add groups of a step: the wanted ones, and others in the order of their prompts' hashes, so that a prompt that
-    recurs is chosen again, while they fit into `share` bytes, or one if none fits. Returns the bytes."""
+def _take(reading: _Reading, found: FoundRollouts, share: float, wanted: set[int], others: bool) -> int:
+    """Add groups of a step: the wanted ones, and `others` in the order of their prompts' hashes, so that a prompt that
+    recurs is chosen again, while they fit into `share` bytes. The first and the wanted ones are there in any case, with
+    shorter texts if they do not fit. Returns the bytes."""
     used = taken = 0
     for uid in reading.order(wanted):
-        if uid not in wanted and (used >= share or not share):
+        if uid not in wanted and (not others or (taken and used >= share)):
             break
         samples, prompt = reading.group(uid)
-        size = sum(map(num_bytes, samples))
-        identity = samples[0]["prompt"]
-        size += num_bytes(prompt) if identity not in found.prompts else 0
-        if uid not in wanted and taken and used + size > share:
+        size = num_bytes(samples) + num_bytes(prompt)
+        if size > share and (uid in wanted or not taken):
+            samples, prompt = reading.group(uid, share / size)
+            size = num_bytes(samples) + num_bytes(prompt)
+        elif taken and used + size > share:
             break
+        identity = samples[0]["prompt"]
+        size -= num_bytes(prompt) if identity in found.prompts else 0
         found.samples += samples
         found.prompts.setdefault(identity, prompt)
         used, taken = used + size, taken + 1
@@ -216,13 +222,14 @@ class _Reading:
         limit: int,
     ):
         self._step, self._rows, self._pieces = step, rows, pieces
-        self._pictures, self._limit = pictures, limit
+        self._pictures, self._max_chars, self._limit = pictures, limit, limit
         self._records = {record.uid: record for record in records}
         self._columns = {
             name: column.tolist()
             for name in ("sample_ids", "group_ids", "rewards", "scores", "status", "weights", "failed", "baselines")
             if (column := rows.column(name)) is not None
         }
+        self._lengths = rows.lengths().tolist()
         self._members: dict[int, list[int]] = {}
         for row, uid in enumerate(self._columns.get("group_ids", ())):
             self._members.setdefault(uid, []).append(row)
@@ -239,9 +246,11 @@ class _Reading:
             yield broken
         yield from sorted((uid for uid in others if uid != broken), key=self._prompt_key)
 
-    def group(self, uid: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """A group's samples, and the prompt's messages."""
+    def group(self, uid: int, part: float = 1.0) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """A group's samples, and the prompt's messages; texts are cut to this part of their usual length."""
         rows = self._members[uid]
+        longest = min(max(self._lengths[row] for row in rows), self._max_chars)
+        self._limit = self._max_chars if part == 1.0 else max(int(longest * part), SHORTEST_CHARS)
         record = self._records.get(uid)
         by_member = sorted(rows, key=lambda row: split_sample_id(self._columns["sample_ids"][row])[2])
         parts = dict(zip(by_member, record.metrics if record else (), strict=False))

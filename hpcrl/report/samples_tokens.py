@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -94,9 +95,8 @@ def segments(
         found = pieces.of(ids.tolist())
         if sum(map(len, found)) <= limit:
             return [_segment(found, values)]
-    first = _within(pieces.of(ids[:head].tolist()), head)
-    rest = pieces.of(ids[max(len(first), count - tail) :].tolist())
-    last = _within(rest[::-1], tail)[::-1]
+    first = _within(_whole(pieces.of(ids[:head].tolist())[::-1])[::-1], head)
+    last = _within(_whole(pieces.of(ids[max(len(first), count - tail) :].tolist()))[::-1], tail)[::-1]
     shown = [_segment(first, {name: column[: len(first)] for name, column in values.items()})]
     if left_out := count - len(first) - len(last):
         shown.append({"left_out": left_out})
@@ -105,11 +105,16 @@ def segments(
     return shown
 
 
+def _whole(texts: list[str]) -> list[str]:
+    """The texts without those at the beginning that are part of a character."""
+    broken = itertools.takewhile(lambda text: REPLACEMENT in text, texts[: MAX_TOKENS_PER_CHARACTER - 1])
+    return texts[len(list(broken)) :]
+
+
 def _within(texts: Sequence[str], limit: int) -> list[str]:
     """The first texts, of together at most `limit` characters; at least one, which is cut if it is longer."""
     ends = np.cumsum([len(text) for text in texts])
-    count = max(1, int(np.searchsorted(ends, limit, side="right")))
-    found = list(texts[:count])
+    found = list(texts[: max(1, int(np.searchsorted(ends, limit, side="right")))])
     return [found[0][:limit], *found[1:]] if found else []
 
 

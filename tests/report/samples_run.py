@@ -84,7 +84,8 @@ def write_step(
     for rank in range(2):
         mine = samples[rank::2]
         batch = batch_from_samples(mine, [one.id >> 24 for one in mine])
-        batch.texts["messages"] = [one.text().decode() for one in mine]
+        if all(one.messages for one in mine):
+            batch.texts["messages"] = [one.text().decode() for one in mine]
         batch.pictures = dict(media or {})
         mask = batch.loss_mask.long()
         counts = torch.cat([part.cumsum(0) for part in mask.split(batch.lengths.tolist())]) if len(mine) else mask
