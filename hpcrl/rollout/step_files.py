@@ -152,6 +152,8 @@ class StepRows:
     def _dataset(self, number: int, name: str) -> h5py.Dataset | None:
         if (number, name) not in self._datasets:
             found = self._files[number].get(name)
+            if isinstance(found, h5py.Dataset) and (found.external or found.is_virtual or found.file.id != self._files[number].id):
+                raise ValueError(f"{self._paths[number]} cannot be read: {name} is stored in another file")
             self._datasets[number, name] = found if isinstance(found, h5py.Dataset) else None
         return self._datasets[number, name]
 
