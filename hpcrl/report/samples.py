@@ -8,7 +8,7 @@ from hpcrl.report.run_files import RunFiles
 from hpcrl.report.samples_pictures import PagePictures
 from hpcrl.report.samples_rollouts import find_rollouts
 from hpcrl.report.samples_text import num_bytes
-from hpcrl.report.samples_tokens import SCALE, TokenPieces, token_pieces
+from hpcrl.report.samples_tokens import SCALE, TOKENIZERS, TokenPieces, token_pieces
 from hpcrl.report.samples_validation import find_episodes, find_validation
 from hpcrl.report.section import ReportSection
 
@@ -20,13 +20,13 @@ PICTURES, VALIDATION, EPISODES = 0.2, 0.35, 0.05
 
 def section(run: RunFiles, budget: int = BUDGET) -> ReportSection | None:
     """The samples of a run in about `budget` bytes; None if it has none."""
-    pictures = PagePictures(run.path, int(budget * PICTURES))
+    pictures = PagePictures(run, int(budget * PICTURES))
     validation = find_validation(run, int(budget * VALIDATION))
     episodes = find_episodes(run, int(budget * EPISODES), pictures)
     used = sum(map(num_bytes, (validation.samples, validation.prompts, episodes)))
     pieces = _pieces(run)
     left = int(budget * (1 - PICTURES)) - used
-    rollouts = find_rollouts(run.path, left, pieces, pictures, run.problems.append)
+    rollouts = find_rollouts(run, left, pieces, pictures)
     if not (rollouts.samples or rollouts.ended or validation.samples or episodes):
         return None
     data = {
@@ -59,12 +59,13 @@ def section(run: RunFiles, budget: int = BUDGET) -> ReportSection | None:
 
 
 def _pieces(run: RunFiles) -> TokenPieces | None:
-    """Of the tokenizer in the run's copy of the model, else in the model's folder."""
-    folders = [run.path / "model"]
-    if isinstance(path := run.key("model.path"), str) and Path(path).is_dir():
-        folders.append(Path(path))
+    """Of the tokenizer in a model of the run's folder, else in the folder from which the run began."""
+    names = [f"{folder}/{name}" for folder in ("model", "hf") for name in TOKENIZERS]
+    files = [path for name in names if (path := run.file(name)) is not None]
+    if isinstance(given := run.key("model.path"), str) and not run.stays_inside:
+        files += [Path(given) / name for name in TOKENIZERS]
     try:
-        return token_pieces(folders)
+        return token_pieces(files)
     except ValueError as error:
         run.problems.append(str(error))
         return None

@@ -6,6 +6,8 @@ import base64
 import io
 from pathlib import Path
 
+from hpcrl.report.run_files import RunFiles
+
 MAX_SIDE, MIN_SIDE = 256, 112
 """A copy's longer side in pixels; smaller pictures are enlarged by a whole factor to about MIN_SIDE."""
 
@@ -13,7 +15,7 @@ MAX_SIDE, MIN_SIDE = 256, 112
 class PagePictures:
     """The pictures that a page shows, once each."""
 
-    def __init__(self, run: Path, budget: int):
+    def __init__(self, run: RunFiles, budget: int):
         self._run, self._left = run, budget
         self.urls: dict[str, str] = {}
         self.left_out: set[str] = set()
@@ -21,13 +23,14 @@ class PagePictures:
 
     def add(self, digest: str) -> None:
         """Add a picture of the rollouts, by the hex digits of its digest."""
-        self.add_file(digest, self._run / "rollouts" / "pictures" / digest[:2] / f"{digest}.png")
+        self.add_file(digest, f"rollouts/pictures/{digest[:2]}/{digest}.png")
 
-    def add_file(self, name: str, path: Path, max_side: int = MAX_SIDE) -> None:
+    def add_file(self, name: str, file: str, max_side: int = MAX_SIDE) -> None:
         """Add a file of the run under a name. A file that is missing or damaged, or does not fit, is left out."""
         if name in self.urls or name in self.left_out:
             return
-        url = _small(path, max_side)
+        path = self._run.file(file)
+        url = "" if path is None else _small(path, max_side)
         if not url or len(url) > self._left:
             self.left_out.add(name)
             return

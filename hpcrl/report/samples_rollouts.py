@@ -7,22 +7,32 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from hpcrl.report.run_files import RunFiles
 from hpcrl.report.samples_pictures import PagePictures
 from hpcrl.report.samples_text import as_messages, clean, cut, message, num_bytes, prompt_hash
 from hpcrl.report.samples_tokens import TokenPieces, segments
-from hpcrl.rollout.step_files import OutcomeRecord, StepRows, open_step, read_outcomes
+from hpcrl.rollout.step_files import (
+    OUTCOMES,
+    OUTCOMES_UNTIL_0_6,
+    OutcomeRecord,
+    StepRows,
+    open_step,
+    read_outcomes,
+)
 from hpcrl.rollout.types import STATUS, PromptOutcome, is_greedy, split_sample_id
 from hpcrl.spec.image_rows import image_spans
 from hpcrl.spec.media import WRITTEN_MARK
-from hpcrl.system.files import step_name, steps_in
+from hpcrl.system.files import STEP_NAME, step_name
 
+ROLLOUTS = "rollouts"
+"""Folder of a run."""
 MIN_STEPS, MAX_STEPS = 6, 40
 """Steps of which samples are chosen, if the run has that many."""
 MIN_CHARS, MAX_CHARS = 1500, 16000
@@ -61,22 +71,18 @@ class FoundRollouts:
     choice: str = ""
 
 
-def find_rollouts(
-    run: Path, budget: int, pieces: TokenPieces | None, pictures: PagePictures, problem: Callable[[str], None]
-) -> FoundRollouts:
-    """The training samples for a page in about `budget` bytes. `problem` gets a line for each file that cannot be
-    read."""
+def find_rollouts(run: RunFiles, budget: int, pieces: TokenPieces | None, pictures: PagePictures) -> FoundRollouts:
+    """The training samples for a page in about `budget` bytes."""
     found = FoundRollouts()
-    folder = run / "rollouts"
-    known = steps_in(folder)
-    endings = {step: _endings(folder / step_name(step), problem) for step in known}
-    found.num_steps, found.total = len(known), sum(_trained(folder, step, endings[step]) for step in known)
+    known = sorted(int(match[1]) for entry in run.entries(ROLLOUTS) if (match := STEP_NAME.fullmatch(entry.name)))
+    endings = {step: _endings(run, step, with_metrics=False) for step in known}
+    found.num_steps, found.total = len(known), sum(_trained(run, step, endings[step]) for step in known)
     for records in endings.values():
         for record in records:
             found.counts[record.outcome] = found.counts.get(record.outcome, 0) + 1
     if not known:
         return found
-    limit, count = _sizes(folder, known, budget)
+    limit, count = _sizes(run, known, budget)
     even = [known[place] for place in np.unique(np.linspace(0, len(known) - 1, count).round().astype(int))]
     extremes = _extremes(endings)
     left = budget * (1 - ENDED_SHARE)
@@ -85,42 +91,54 @@ def find_rollouts(
         wanted = {uid for at, uid in extremes.values() if at == step}
         share = left / (len(visited) - number)
         try:
-            with open_step(folder / step_name(step)) as rows:
-                records = read_outcomes(folder / step_name(step)) if endings[step] else []
+            with _opened(run, step) as rows:
+                records = _endings(run, step) if endings[step] else []
                 reading = _Reading(step, rows, records, pieces, pictures, limit)
                 left -= _take(reading, found, share, wanted, others=step in even)
         except ValueError as error:
-            problem(str(error))
+            run.problems.append(str(error))
     found.steps = sorted({sample["step"] for sample in found.samples})
     found.ended = _not_trained(endings, budget * ENDED_SHARE, even)
     found.choice = _choice(found, even, extremes)
     return found
 
 
-def _endings(folder: Path, problem: Callable[[str], None]) -> list[OutcomeRecord]:
+def _endings(run: RunFiles, step: int, with_metrics: bool = True) -> list[OutcomeRecord]:
+    """How prompts ended in a step; none if the step has no such file, or it cannot be read."""
+    folder = f"{ROLLOUTS}/{step_name(step)}"
+    path = run.file(folder)
+    if path is None or any(run.file(f"{folder}/{name}") is None for name in (OUTCOMES, OUTCOMES_UNTIL_0_6)):
+        return []
     try:
-        return read_outcomes(folder, with_metrics=False)
+        return read_outcomes(path, with_metrics)
     except ValueError as error:
-        problem(str(error))
+        run.problems.append(str(error))
         return []
 
 
-def _trained(folder: Path, step: int, records: Sequence[OutcomeRecord]) -> int:
+def _opened(run: RunFiles, step: int) -> AbstractContextManager[StepRows]:
+    """The step's rows. ValueError as of open_step()."""
+    name = f"{ROLLOUTS}/{step_name(step)}"
+    paths = [path for path in run.entries(name) if path.match("rank_*.h5")]
+    return open_step(run.path / name, paths)
+
+
+def _trained(run: RunFiles, step: int, records: Sequence[OutcomeRecord]) -> int:
     """Samples of a step that were trained on."""
     if records:
         return sum(len(record.rewards) for record in records if record.outcome is PromptOutcome.TRAINED)
     try:
-        with open_step(folder / step_name(step)) as rows:
+        with _opened(run, step) as rows:
             return len(rows)
     except ValueError:  # is a problem if the step is chosen
         return 0
 
 
-def _sizes(folder: Path, known: Sequence[int], budget: int) -> tuple[int, int]:
+def _sizes(run: RunFiles, known: Sequence[int], budget: int) -> tuple[int, int]:
     """(characters of a message to show, number of steps), from the size of groups in the newest step."""
     for step in reversed(known):
         try:
-            with open_step(folder / step_name(step)) as rows:
+            with _opened(run, step) as rows:
                 groups = rows.column("group_ids")
                 if groups is None:
                     continue
@@ -312,8 +330,9 @@ class _Reading:
         self, row: int, tokens: Mapping[str, np.ndarray | None], spans: Mapping[int, tuple[int, int]]
     ) -> list[dict[str, Any]]:
         """The stored messages; without them, or if they are damaged, the decoded tokens of prompt and turns."""
+        text = self._rows.text(row, "messages")
         try:
-            stored = json.loads(self._rows.text(row, "messages") or "[]")
+            stored = json.loads(text or "[]")
         except (ValueError, RecursionError):
             stored = []
         if isinstance(stored, list) and stored:

@@ -14,6 +14,8 @@ from hpcrl.report.samples_text import HEAD_SHARE, clean
 
 REPLACEMENT = "\ufffd"
 MAX_TOKENS_PER_CHARACTER = 6
+TOKENIZERS = ("tokenizer.json", "tokenizer_config.json")
+"""Files that a folder with a tokenizer has, the first of them or only the second."""
 SCALE = {"mismatch": 1000, "lag": 1, "advantage": 1000, "entropy": 1000}
 """Values per token are integers in the page: the value times this."""
 MAX_SCALED = 10**6
@@ -58,26 +60,25 @@ class TokenPieces:
         return self._known[key]
 
 
-def token_pieces(folders: Sequence[Path]) -> TokenPieces | None:
-    """The pieces of the tokenizer in the first of these folders that has one; None without one. ValueError if it cannot
-    be read. Nothing is loaded from a network, and no code of the folder is run."""
-    for folder in folders:
-        try:
-            if (folder / "tokenizer.json").is_file():  # without the seconds that importing transformers takes
-                from tokenizers import Tokenizer
+def token_pieces(files: Sequence[Path]) -> TokenPieces | None:
+    """The pieces of the first of these files, named as in TOKENIZERS, that exists; None without one. ValueError if it
+    cannot be read. Nothing is loaded from a network, and no code of the folder is run."""
+    path = next((path for path in files if path.is_file()), None)
+    if path is None:
+        return None
+    try:
+        if path.name == TOKENIZERS[0]:  # without the seconds that importing transformers takes
+            from tokenizers import Tokenizer
 
-                plain = Tokenizer.from_file(str(folder / "tokenizer.json"))
-                anchor = plain.encode("a", add_special_tokens=False).ids[-1]
-                return TokenPieces(functools.partial(plain.decode, skip_special_tokens=False), anchor)
-            if (folder / "tokenizer_config.json").is_file():
-                from transformers import AutoTokenizer
+            plain = Tokenizer.from_file(str(path))
+            anchor = plain.encode("a", add_special_tokens=False).ids[-1]
+            return TokenPieces(functools.partial(plain.decode, skip_special_tokens=False), anchor)
+        from transformers import AutoTokenizer
 
-                loaded: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-                anchor = loaded.encode("a", add_special_tokens=False)[-1]
-                return TokenPieces(loaded.decode, anchor)
-        except Exception as error:  # tokenizers raises Exception itself
-            raise ValueError(f"the tokenizer in {folder} cannot be read: {error}") from error
-    return None
+        loaded: Any = AutoTokenizer.from_pretrained(str(path.parent), local_files_only=True)
+        return TokenPieces(loaded.decode, loaded.encode("a", add_special_tokens=False)[-1])
+    except Exception as error:  # tokenizers raises Exception itself
+        raise ValueError(f"the tokenizer in {path.parent} cannot be read: {error}") from error
 
 
 def segments(

@@ -80,12 +80,13 @@ def find_episodes(run: RunFiles, budget: int, pictures: PagePictures) -> list[di
             for path in run.entries(f"{EPISODES}/{names[step]}/{folder.name}"):
                 if path.suffix != ".txt":
                     continue
-                text = run.text(str(path.relative_to(run.path)), max_bytes=1 << 20)
+                file = f"{EPISODES}/{names[step]}/{folder.name}/{path.name}"
+                text = run.text(file, max_bytes=1 << 20)
                 domain = clean(unquote(folder.name))[:80]
                 shown = {"role": f"{path.stem} episode", **cut(text, MAX_CHARS)}
-                if (drawn := path.with_suffix(".png")).is_file():
+                if path.with_suffix(".png").is_file():
                     name = f"{step}/{folder.name}/{path.stem}"
-                    pictures.add_file(name, drawn, MAX_EPISODE_SIDE)
+                    pictures.add_file(name, file.removesuffix("txt") + "png", MAX_EPISODE_SIDE)
                     shown["pictures"] = [name]
                 sample = {"id": f"e{step}/{domain}/{path.stem}", "step": step, "set": domain, "said": [shown]}
                 used += num_bytes(sample)

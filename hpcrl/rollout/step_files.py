@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -43,17 +43,17 @@ def read_outcomes(folder: Path, with_metrics: bool = True) -> list[OutcomeRecord
     """The records in a step's folder, if it has any; metrics only on demand. ValueError names a damaged file."""
 
     def read(file: h5py.File) -> list[OutcomeRecord]:
-        codes = file["outcome" if "outcome" in file else "disposition"]
+        codes = own(file, "outcome" if "outcome" in file else "disposition")
         kinds = [PromptOutcome(name) for name in codes.attrs["meaning"].split(",")]
-        values, ends = file["rewards/values"][()].tolist(), file["rewards/offsets"][()].tolist()
+        values, ends = own(file, "rewards/values")[()].tolist(), own(file, "rewards/offsets")[()].tolist()
         has_metrics = with_metrics and "metrics" in file
-        metrics = stored_texts(file["metrics"]) if has_metrics else [""] * len(file["uid"])
+        metrics = stored_texts(file, "metrics") if has_metrics else [""] * len(own(file, "uid"))
         columns = zip(
-            file["uid"][()].tolist(),
-            file["attempt"][()].tolist(),
+            own(file, "uid")[()].tolist(),
+            own(file, "attempt")[()].tolist(),
             (kinds[code] for code in codes[()].tolist()),
-            stored_texts(file["reason"]),
-            stored_texts(file["domain"]),
+            stored_texts(file, "reason"),
+            stored_texts(file, "domain"),
             (tuple(values[start:end]) for start, end in pairwise(ends)),
             (tuple(json.loads(text)) if text else () for text in metrics),
             strict=True,
@@ -64,10 +64,21 @@ def read_outcomes(folder: Path, with_metrics: bool = True) -> list[OutcomeRecord
     return [] if path is None else reading(path, "outcomes", read)
 
 
-def stored_texts(group: h5py.Group) -> list[str]:
+def stored_texts(file: h5py.File, name: str) -> list[str]:
     """The strings of a field of texts."""
-    data, offsets = group["utf8"][()].tobytes(), group["offsets"][()].tolist()
+    data, offsets = own(file, f"{name}/utf8")[()].tobytes(), own(file, f"{name}/offsets")[()].tolist()
     return [data[start:end].decode() for start, end in pairwise(offsets)]
+
+
+def own(file: h5py.File, name: str) -> h5py.Dataset:
+    """A dataset of the file. KeyError if there is none; ValueError if the file only refers to it and its bytes are in
+    another file, since hpcrl writes none of these, and the file may be of another user."""
+    found = file[name]
+    if not isinstance(found, h5py.Dataset):
+        raise KeyError(f"{name} is no dataset")
+    if found.external or found.is_virtual or found.file.id != file.id:
+        raise ValueError(f"{name} is in another file")
+    return found
 
 
 def reading(path: Path, kind: str, read: Callable[[h5py.File], T]) -> T:
@@ -151,10 +162,12 @@ class StepRows:
 
     def _dataset(self, number: int, name: str) -> h5py.Dataset | None:
         if (number, name) not in self._datasets:
-            found = self._files[number].get(name)
-            if isinstance(found, h5py.Dataset) and (found.external or found.is_virtual or found.file.id != self._files[number].id):
-                raise ValueError(f"{self._paths[number]} cannot be read: {name} is stored in another file")
-            self._datasets[number, name] = found if isinstance(found, h5py.Dataset) else None
+            try:
+                self._datasets[number, name] = own(self._files[number], name)
+            except KeyError:
+                self._datasets[number, name] = None
+            except ValueError as error:
+                raise ValueError(f"{self._paths[number]} cannot be read: {error}") from error
         return self._datasets[number, name]
 
     def _all(self, number: int, name: str) -> np.ndarray:
@@ -164,19 +177,20 @@ class StepRows:
         return self._slice(number, name, 0, len(dataset))
 
     def _slice(self, number: int, name: str, start: int, end: int) -> Any:
+        dataset = self._dataset(number, name)
         try:
-            dataset = self._dataset(number, name)
             return None if dataset is None else dataset[start:end]
         except ERRORS as error:
             raise ValueError(f"{self._paths[number]} cannot be read: {name}: {error}") from error
 
 
 @contextlib.contextmanager
-def open_step(folder: Path) -> Iterator[StepRows]:
-    """The rows of a step's folder while its files are open. ValueError if there are none, or one is damaged."""
+def open_step(folder: Path, paths: Sequence[Path] | None = None) -> Iterator[StepRows]:
+    """The rows of a step's folder while its files are open; `paths` are those of its rank files, if the caller knows
+    them. ValueError if there are none, or one is damaged."""
     with contextlib.ExitStack() as stack:
         files: dict[Path, h5py.File] = {}
-        for path in sorted(folder.glob("rank_*.h5")):
+        for path in sorted(folder.glob("rank_*.h5")) if paths is None else paths:
             try:
                 files[path] = stack.enter_context(h5py.File(path, "r", locking=False))
                 check_schema(files[path], path, "rollouts")

@@ -254,7 +254,7 @@ def _read_rollouts(path: Path, step: int) -> tuple[StepRollouts, int]:
             batch.columns[name] = torch.from_numpy(data[()]).to(getattr(torch, FIELDS[name].dtype))
         for name, group in file.get("texts", {}).items():
             _learn(name, group.attrs, TEXT)
-            batch.texts[name] = stored_texts(group)
+            batch.texts[name] = stored_texts(file, f"texts/{name}")
         if batch.turn_rewards is not None and batch.token_rewards is None:  # as written before tokens had rewards
             batch.token_rewards = place_rewards(None, batch)
         if (batch.num_sequences, batch.num_tokens) != (file.attrs["num_sequences"], file.attrs["num_tokens"]):

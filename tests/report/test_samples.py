@@ -10,6 +10,7 @@ import tarfile
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 import pytest
 from PIL import Image
@@ -202,6 +203,44 @@ def test_damaged_files_are_named_and_the_rest_is_shown(tmp_path: Path) -> None:
     assert "segments" not in made.data["training"][0]["said"][0] and made.data["training"][0]["said"][0]["text"] == "ab"
     for name in ("step_000002/rank_00001.h5", "step_000003/outcomes.h5", "the tokenizer in"):
         assert sum(name in problem for problem in files.problems) == 1, (name, files.problems)
+
+
+def test_a_served_run_shows_nothing_of_other_folders(tmp_path: Path) -> None:
+    """The folder of another user may have links to what only the reader of the page may read."""
+    run, other = make_run(tmp_path / "runs/one"), make_run(tmp_path / "other")
+    for folder in (run, other):
+        write_step(folder, 1, [sample(1, 0, [f"of {folder.name}"], 1.0)])
+    write_validation(other, 1, [answered(1, "of other", 1.0)])
+    (run / "validation").symlink_to(other / "validation")
+    (run / "rollouts/step_000002").symlink_to(other / "rollouts/step_000001")
+    (run / "rollouts/step_000003").mkdir()
+    (run / "rollouts/step_000003/rank_00000.h5").symlink_to(other / "rollouts/step_000001/rank_00000.h5")
+    (run / "rollouts/step_000003/outcomes.h5").symlink_to(other / "rollouts/step_000001/outcomes.h5")
+    files = RunFiles(run, inside=tmp_path / "runs")
+    made = section(files)
+    assert made is not None
+    assert "of one" in json.dumps(made.data) and "of other" not in json.dumps(made.data)
+    assert any("step_000002: it leads out of" in problem for problem in files.problems)
+    followed = section(RunFiles(run))
+    assert followed is not None and "of other" in json.dumps(followed.data), "without the limit the links work"
+
+
+@pytest.mark.parametrize(("name", "text"), [("rank_00000.h5", "texts/messages"), ("outcomes.h5", "reason")])
+def test_bytes_of_other_files_are_not_shown_as_texts(tmp_path: Path, name: str, text: str) -> None:
+    """HDF5 files may refer to bytes of any file."""
+    run = make_run(tmp_path / "run")
+    write_step(run, 1, [sample(1, 0, ["ab"], 1.0)], [OutcomeRecord(1, 0, PromptOutcome.FAILED, "abc")])
+    (tmp_path / "secret").write_bytes(b"secret" * 100)
+    with h5py.File(run / "rollouts/step_000001" / name, "r+") as file:
+        size = len(file[f"{text}/utf8"])
+        del file[f"{text}/utf8"]
+        file[text].create_dataset("utf8", (size,), "u1", external=[(str(tmp_path / "secret"), 0, size)])
+    files = RunFiles(run)
+    made = section(files)
+    assert "sec" not in json.dumps(made.data if made else None)
+    assert [problem.partition("cannot be read: ")[2] for problem in files.problems] == [
+        f"{text}/utf8 is in another file"
+    ]
 
 
 def test_a_folder_without_samples_has_no_section(tmp_path: Path) -> None:
