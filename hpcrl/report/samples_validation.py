@@ -112,7 +112,8 @@ def _from_examples(run: RunFiles, budget: int) -> FoundValidation:
             found.total += 1
             asked = [{"role": "prompt", "content": str(row.get("prompt", ""))}]
             identity = prompt_hash([*asked, {"row": row.get("row")}])
-            line = {"set": row.get("domain", ""), "prompt_id": identity, "greedy": True, "sample": 0, **row}
+            line = {**row, "set": row.get("domain", ""), "prompt_id": identity, "greedy": True, "sample": 0}
+            line |= {"answer": None, "gold": row.get("answer")}
             kept.setdefault(_key(line), []).append(_sample(step, line))
             prompts.setdefault(identity, [message(one, MAX_CHARS) for one in asked])
     _fill(found, list(kept), kept, prompts, budget)
@@ -184,9 +185,10 @@ def _sample(step: int, line: Mapping[str, Any]) -> dict[str, Any]:
     """A response as the page shows it."""
     name, prompt = _key(line)
     number, greedy = line.get("sample", 0), bool(line.get("greedy"))
+    place = f"{line['row']}-" if isinstance(line.get("row"), int) else ""  # several rows may have one prompt
     said = [message(one, MAX_CHARS) for one in as_messages(line.get("response"), "assistant")]
     shown = {
-        "id": f"v{step}/{name}/{prompt}/{number}{'g' if greedy else ''}",
+        "id": f"v{step}/{name}/{prompt}/{place}{number}{'g' if greedy else ''}",
         "step": step,
         "set": name,
         "prompt": prompt,
@@ -200,8 +202,9 @@ def _sample(step: int, line: Mapping[str, Any]) -> dict[str, Any]:
     parts = line.get("rewards")
     if isinstance(parts, Mapping) and parts:
         shown["parts"] = {clean(str(name))[:80]: _number(value) for name, value in parts.items()}
-    if line.get("answer") is not None:
-        shown["answer"] = cut(str(line["answer"]), 400)["text"]
+    for key, label in (("answer", "extracted"), ("gold", "answer")):
+        if line.get(key) is not None:
+            shown[label] = cut(str(line[key]), 400)["text"]
     if line.get("error"):
         shown["error"] = cut(str(line["error"]), 2000)["text"]
     if isinstance(tags := line.get("tags"), list) and tags:

@@ -263,8 +263,8 @@ def test_hostile_and_long_texts(tmp_path: Path) -> None:
     data = blocks(text)["data-0-samples"]
     shown = {one["id"]: one for one in [*data["training"], *data["validation"]]}
     assert shown["s1-1-0-0"]["said"][0]["segments"][0]["text"] == HOSTILE
-    assert shown["v1/sums/0000000000000002/0g"]["said"][0]["text"] == HOSTILE
-    (message,) = shown["v1/sums/0000000000000001/0g"]["said"]
+    assert shown["v1/sums/0000000000000002/2-0g"]["said"][0]["text"] == HOSTILE
+    (message,) = shown["v1/sums/0000000000000001/1-0g"]["said"]
     assert message["left_out"] == 1_000_000 - 16_000 and message["text"].endswith("b") and message["tail"].endswith("c")
     assert len(text) < 100_000 and not files.problems
 
@@ -328,6 +328,7 @@ def test_validations_have_the_same_prompts_and_the_largest_changes(tmp_path: Pat
         by_prompt.setdefault(one["prompt"], []).append(one["step"])
     assert all(steps == [0, 10, 20] for steps in by_prompt.values()) and 5 < len(by_prompt) < 100
     assert {f"{90:016x}", f"{91:016x}", f"{0:016x}", f"{1:016x}"} <= set(by_prompt)
+    assert {one["extracted"] for one in data["validation"]} == {"3"} and "answer" not in data["validation"][0]
     assert data["about"]["validation"]["choice"].startswith(f"{len(by_prompt)} of 100 prompts: half by the change")
 
 

@@ -91,8 +91,8 @@ def test_keys_and_addresses_choose_samples(browser: Browser, address: str) -> No
     assert browser.run(at) == place + 1 and browser.run("location.hash") != "#samples/s2-20-0-1"
     browser.press("k")
     assert browser.run(at) == place and browser.run("location.hash") == "#samples/s2-20-0-1"
-    browser.open(f"{address}#sample=v3%2Fsums%2F0000000000000002%2F0g")
-    assert "question 2" in text(browser) and "first 3: 2" in text(browser)
+    browser.open(f"{address}#sample=v3%2Fsums%2F0000000000000002%2F2-0g")
+    assert "question 2" in text(browser) and "first 3: 2" in text(browser) and "3 (the answer" in text(browser)
     browser.run("location.hash = '#samples/s9-99-0-0'")
     browser.run("new Promise(done => setTimeout(done, 50))")
     assert "is not in this page" in text(browser, SECTION) and "12 of 12 training samples" in text(browser, SECTION)

@@ -92,7 +92,7 @@
   }
 
   const promptOf = (item) => item.run.data.prompts[item.prompt] || [];
-  const searched = (item) => (item.searched ??= [item.id, item.reason, item.answer, item.error, allText(promptOf(item)),
+  const searched = (item) => (item.searched ??= [item.id, item.reason, item.answer, item.extracted, item.error, allText(promptOf(item)),
     allText(item.said)].filter(Boolean).join(" ").toLowerCase());
   const labels = (item) => [item.domain || item.set || "", ...(item.tags || [])].filter(Boolean);
   const mean = (values) => values.reduce((sum, value) => sum + value, 0) / values.length;
@@ -104,7 +104,9 @@
       ["prompt", item.uid === undefined ? null
         : `${item.uid}${item.attempt ? `, attempt ${item.attempt}` : ""}${item.member === undefined ? "" : `, member ${item.member}`}`],
       ["reward", item.reward === undefined ? null : number(item.reward)], ["parts", parts || null],
-      ["score", item.score === undefined ? null : number(item.score)], ["answer", item.answer], ["error", item.error],
+      ["score", item.score === undefined ? null : number(item.score)], ["answer", item.answer],
+      ["extracted", item.extracted === undefined ? null : `${item.extracted} (the answer that the reward found)`],
+      ["error", item.error],
       ["advantage", item.advantage === undefined ? null : `${number(item.advantage)} (mean over tokens)`],
       ["ended by", item.finish ? { stop: "stop", length: "length: truncated", abort: "abort" }[item.finish] : null],
       ["tokens", item.tokens === null || item.tokens === undefined ? null
@@ -266,7 +268,7 @@
     };
     const column = (group, label) => el("div", {}, el("h3", {}, label), group.map((item) => el("div", {},
       el("p", { class: "quiet-text" }, `score ${number(item.score)}`, item.finish === "length" ? ", truncated" : null,
-        item.greedy ? ", greedy" : null, item.error ? [", error: ", visible(item.error)] : null),
+        item.greedy ? ", greedy" : null, item.extracted ? [", found ", visible(item.extracted)] : null, item.error ? [", error: ", visible(item.error)] : null),
       conversation(item.said, item.run.data, ""))));
     const detail = (pair) => [conversation(promptOf(pair.left[0]), pair.left[0].run.data, ""),
       pair.left[0].answer ? el("p", {}, "Answer: ", visible(pair.left[0].answer)) : null,
