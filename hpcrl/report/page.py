@@ -19,7 +19,7 @@ from hpcrl.report.section import ReportSection
 from hpcrl.report.sections import SECTIONS
 
 STYLE = "page.css"
-SCRIPTS = ("page.js", "chart.js")
+SCRIPTS = ("page.js", "chart.js", "conversation.js")
 """Scripts of every page; those of its sections follow."""
 START = "report.start();"
 

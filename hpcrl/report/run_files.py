@@ -63,6 +63,11 @@ class RunFiles:
         """The run's name: the name of its folder."""
         return self.path.resolve().name
 
+    @property
+    def stays_inside(self) -> bool:
+        """Whether files outside of a folder may not be read."""
+        return self._inside is not None
+
     @cached_property
     def config(self) -> dict[str, Any]:
         """config.yaml with the keys of this version, unchecked; else the configuration from which a submitted job will

@@ -11,9 +11,8 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import h5py
 import numpy as np
@@ -22,32 +21,18 @@ import torch
 from hpcrl import __version__
 from hpcrl.rollout.batch import STATUS, Batch, concat, place_rewards
 from hpcrl.rollout.pictures import different, read_files, write_files
+from hpcrl.rollout.step_files import OUTCOMES, SCHEMA_VERSIONS, OutcomeRecord, read_outcomes, reading, stored_texts
 from hpcrl.rollout.types import PromptOutcome, split_sample_id
 from hpcrl.spec.trajectory import FIELDS, TEXT, Field, Level, Origin, declare
 from hpcrl.system.cli import ArgumentParser, use_utf8
 from hpcrl.system.exit_codes import ExitCode
 from hpcrl.system.files import STEP_NAME, committed_step, step_name, steps_in, write_durably
 
-T = TypeVar("T")
-SCHEMA_VERSIONS = {"rollouts": 2, "outcomes": 2}
-"""Versions of written files. Version 1 can be read too; it lacks field descriptions and metrics of outcomes."""
+__all__ = ["OutcomeRecord", "RolloutReader", "StepRollouts", "describe", "main", "write_outcomes", "write_rollouts"]
+
 CHUNK = 65536
-OUTCOMES, OUTCOMES_UNTIL_0_6 = "outcomes.h5", "dispositions.h5"
 STORED = {"bool": "uint8"}
 """Dtypes that are stored as another dtype."""
-
-
-@dataclass(frozen=True, slots=True)
-class OutcomeRecord:
-    """How one prompt ended in a step; its samples' rewards and metrics (name -> value), if any, by member."""
-
-    uid: int
-    attempt: int
-    outcome: PromptOutcome
-    reason: str = ""
-    domain: str = ""
-    rewards: tuple[float, ...] = ()
-    metrics: tuple[Mapping[str, float], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -150,7 +135,7 @@ class RolloutReader:
     @staticmethod
     def _metrics(folder: Path, batch: Batch) -> list[Mapping[str, float]]:
         """The metrics of each row, from the prompts' outcomes."""
-        stored = {record.uid: record.metrics for record in _read_outcomes(folder)}
+        stored = {record.uid: record.metrics for record in read_outcomes(folder)}
         ids = batch.sample_ids.tolist()
         members: dict[int, list[int]] = {}
         for sample in sorted(ids, key=lambda sample: split_sample_id(sample)[2]):  # attempts of members may differ
@@ -175,7 +160,7 @@ class RolloutReader:
     def domains(self, step: int) -> dict[str, list[int]]:
         """Domain -> its prompts that were trained on in this step; empty if the step has no outcomes."""
         found = dict[str, list[int]]()
-        for record in _read_outcomes(self._folder(step)):
+        for record in read_outcomes(self._folder(step)):
             if record.outcome is PromptOutcome.TRAINED:
                 found.setdefault(record.domain, []).append(record.uid)
         return found
@@ -185,7 +170,7 @@ class RolloutReader:
         seen: dict[int, int] = {}
         records: list[OutcomeRecord] = []
         for step in self.steps():
-            for record in _read_outcomes(self._folder(step)):
+            for record in read_outcomes(self._folder(step)):
                 if record.uid in seen:
                     raise ValueError(f"prompt {record.uid} ended twice, in steps {seen[record.uid]} and {step}")
                 seen[record.uid] = step
@@ -234,11 +219,6 @@ def _put_texts(file: h5py.File, name: str, strings: Sequence[str]) -> None:
     _put(file, f"{name}/offsets", _offsets([len(e) for e in encoded]))
 
 
-def _get_texts(group: h5py.Group) -> list[str]:
-    data, offsets = group["utf8"][()].tobytes(), group["offsets"][()].tolist()
-    return [data[start:end].decode() for start, end in pairwise(offsets)]
-
-
 def _offsets(lengths: Sequence[int]) -> np.ndarray:
     return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64)
 
@@ -274,7 +254,7 @@ def _read_rollouts(path: Path, step: int) -> tuple[StepRollouts, int]:
             batch.columns[name] = torch.from_numpy(data[()]).to(getattr(torch, FIELDS[name].dtype))
         for name, group in file.get("texts", {}).items():
             _learn(name, group.attrs, TEXT)
-            batch.texts[name] = _get_texts(group)
+            batch.texts[name] = stored_texts(file, f"texts/{name}")
         if batch.turn_rewards is not None and batch.token_rewards is None:  # as written before tokens had rewards
             batch.token_rewards = place_rewards(None, batch)
         if (batch.num_sequences, batch.num_tokens) != (file.attrs["num_sequences"], file.attrs["num_tokens"]):
@@ -285,45 +265,7 @@ def _read_rollouts(path: Path, step: int) -> tuple[StepRollouts, int]:
             batch.pictures = read_files(path.parents[1], different(batch.images.numpy()).values())
         return StepRollouts(step, batch, facts), int(file.attrs["num_ranks"])
 
-    return _reading(path, "rollouts", read)
-
-
-def _read_outcomes(folder: Path) -> list[OutcomeRecord]:
-    """The records in a step's folder, if it has any."""
-
-    def read(file: h5py.File) -> list[OutcomeRecord]:
-        codes = file["outcome" if "outcome" in file else "disposition"]
-        kinds = [PromptOutcome(name) for name in codes.attrs["meaning"].split(",")]
-        values, ends = file["rewards/values"][()].tolist(), file["rewards/offsets"][()].tolist()
-        metrics = _get_texts(file["metrics"]) if "metrics" in file else [""] * len(file["uid"])
-        columns = zip(
-            file["uid"][()].tolist(),
-            file["attempt"][()].tolist(),
-            (kinds[code] for code in codes[()].tolist()),
-            _get_texts(file["reason"]),
-            _get_texts(file["domain"]),
-            (tuple(values[start:end]) for start, end in pairwise(ends)),
-            (tuple(json.loads(text)) if text else () for text in metrics),
-            strict=True,
-        )
-        return [OutcomeRecord(*column) for column in columns]
-
-    path = next((path for name in (OUTCOMES, OUTCOMES_UNTIL_0_6) if (path := folder / name).exists()), None)
-    return [] if path is None else _reading(path, "outcomes", read)
-
-
-def _reading(path: Path, kind: str, read: Callable[[h5py.File], T]) -> T:
-    """The result of `read` on an open file; ValueError names a file that is damaged or has another schema."""
-    try:
-        with h5py.File(path, "r", locking=False) as file:
-            schema, version = file.attrs.get("schema"), file.attrs.get("schema_version")
-            newest = SCHEMA_VERSIONS[kind]
-            known = (f"hpcrl.{kind}", f"hpcrl.{path.stem}")  # dispositions.h5 has a schema of its name
-            if schema not in known or version not in range(1, newest + 1):
-                raise ValueError(f"schema {schema} {version}, this version reads hpcrl.{kind} 1 to {newest}")
-            return read(file)
-    except (OSError, KeyError, ValueError, RuntimeError, TypeError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error
+    return reading(path, "rollouts", read)
 
 
 def describe(rollouts: StepRollouts, row: int, decode: Callable[[list[int]], str] | None) -> str:
