@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from hpcrl.report import alerts, curves, overview
+from hpcrl.report import alerts, curves, overview, timeline
 
 SECTIONS: tuple[ModuleType, ...] = (
     overview,
     alerts,
     curves,
+    timeline,
 )

@@ -80,6 +80,10 @@ class RankActivity:
             found += self._causes(rank, start, end)
         return found
 
+    def pipeline(self) -> list[Piece]:
+        """What rank 0's pipeline waited for, piece by piece over the whole step."""
+        return [(start, end, _named(what)) for start, end, what in self._phases]
+
     def _causes(self, rank: int, start: int, end: int) -> Iterator[Piece]:
         """The causes of one gap, piece by piece."""
         starts = self._starts
@@ -96,7 +100,7 @@ class RankActivity:
             return f"slower ranks in {activity_of(what)}"
         if what == GENERATION and rank in self._generators:
             return SLOWER_REPLICAS
-        return what if what in (GENERATION, REWARDS, ENVIRONMENTS, SCHEDULING, CONTROLLER) else activity_of(what)
+        return _named(what)
 
     def _phases_executed(self, step: StepTimeline) -> dict[int, set[int]]:
         """Rank -> the phases in which it executed the command that the pipeline waited for."""
@@ -110,9 +114,13 @@ class RankActivity:
         return found
 
 
-def role_shares(step: StepTimeline) -> list[RoleShares]:
+def _named(phase: str) -> str:
+    return phase if phase in (GENERATION, REWARDS, ENVIRONMENTS, SCHEDULING, CONTROLLER) else activity_of(phase)
+
+
+def role_shares(step: StepTimeline, activity: RankActivity | None = None) -> list[RoleShares]:
     """What the ranks with equal roles did and waited for, in the order of their first rank."""
-    activity = RankActivity(step)
+    activity = activity or RankActivity(step)
     by_roles: dict[tuple[str, ...], list[int]] = {}
     for rank in step.header.ranks:
         by_roles.setdefault(tuple(rank.roles), []).append(rank.rank)
