@@ -37,15 +37,21 @@ SLOW_S = 5.0
 """Seconds of writing from which the command says how long it took."""
 
 
-def open_run_files(folder: Path) -> RunFiles:
-    """A run's files with its state, for which Slurm is queried. ValueError if the folder is no run."""
-    run = RunFiles(folder)
+def state_in_words(folder: Path) -> str:
+    """A run's state, for which Slurm is queried unless the run is finished; `unknown` with the reason if it is not
+    known."""
     known = RunFolder(folder)
     try:
-        run.state = state(known, find_job(known))
+        return state(known, None if known.finished else find_job(known))
     except (ConfigError, OSError, slurm.SlurmError) as error:
-        run.state = f"unknown: {' '.join(str(error).split())}"
-    return run
+        return f"unknown: {' '.join(str(error).split())}"
+
+
+def energy_in_words(run: RunFiles) -> str:
+    """What Slurm accounted for the run's jobs; empty without accounting of energy."""
+    jobs = sorted({job for attempt in run.attempts if isinstance(job := attempt.owner.get("job"), int)})
+    joules = slurm.consumed_joules(jobs) if jobs else 0.0
+    return f"{joules / 3.6e6:.3g} kWh in Slurm's accounting ({len(jobs)} job(s))" if joules else ""
 
 
 def _folder(name: str) -> Path:
@@ -91,7 +97,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         folders = list(dict.fromkeys(map(_folder, arguments.runs)))
         if len(folders) > 1 and arguments.out is None:
             raise ValueError(f"{len(folders)} runs in one report need a place for it: --out FILE.html or --out FOLDER")
-        runs = [open_run_files(folder) for folder in folders]
+        runs = [RunFiles(folder, state_in_words(folder)) for folder in folders]
+        for run in runs:
+            run.energy = energy_in_words(run)
         out = runs[0].path / REPORT if arguments.out is None else Path(arguments.out)
         if out.suffix == ".html" and not out.is_dir():
             _write(out, page(runs))

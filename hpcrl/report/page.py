@@ -24,9 +24,9 @@ SCRIPTS = ("page.js", "chart.js")
 START = "report.start();"
 
 
-def page(runs: Sequence[RunFiles], sections: Sequence[ModuleType] = SECTIONS, live: bool = False) -> str:
+def page(runs: Sequence[RunFiles], sections: Sequence[ModuleType] = SECTIONS, index: str = "") -> str:
     """The report of one run, or of several runs in one page. A section that fails is named in the page, the others are
-    shown. `live`: the page comes from a server and offers to load itself again."""
+    shown. `index`: the relative address of a server's list of runs; then the page offers to load itself again."""
     found: dict[str, tuple[int, ReportSection]] = {}
     shown: list[dict[str, Any]] = []
     blocks: list[str] = []
@@ -50,7 +50,7 @@ def page(runs: Sequence[RunFiles], sections: Sequence[ModuleType] = SECTIONS, li
         "sections": [{"name": section.name, "title": section.title} for section in ordered],
         "made": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "version": hpcrl.__version__,
-        "live": live,
+        "index": index,
     }
     title = ", ".join(run["name"] for run in told_apart)
     scripts = dict.fromkeys((*SCRIPTS, *(section.script for section in ordered)))

@@ -14,7 +14,7 @@ import yaml
 
 from hpcrl.config import Config, ConfigError, parse
 from hpcrl.config.renamed_keys import with_new_names
-from hpcrl.metrics.log import read_metrics
+from hpcrl.metrics.log import METRICS, read_metrics
 from hpcrl.run_folder import CONFIG, FACTS, FINISHED, OUTCOME, OWNERS, PLAN, SUBMITTED, VERDICT, world_folder
 from hpcrl.run_folder.user_errors import ERRORS, read_errors
 
@@ -48,10 +48,12 @@ class RunFiles:
         path: The run folder. ValueError if it is none.
         state: The run's state in words, if the caller knows it.
         energy: The energy of its jobs in words, if the caller knows it.
+        inside: With it, files that a symbolic link leads out of this folder are not read, and are listed in `problems`.
     """
 
-    def __init__(self, path: Path, state: str = "", energy: str = ""):
+    def __init__(self, path: Path, state: str = "", energy: str = "", inside: Path | None = None):
         self.path, self.state, self.energy = path, state, energy
+        self._inside = None if inside is None else inside.resolve()
         self.problems: list[str] = []
         if problem := not_a_run(path):
             raise ValueError(problem)
@@ -115,9 +117,9 @@ class RunFiles:
     def rows(self) -> list[dict[str, Any]]:
         """Rows of metrics.jsonl with this version's names: `step`, and a float or None per metric."""
         try:
-            return read_metrics(self.path)
+            return read_metrics(self.path) if self.file(METRICS) is not None else []
         except OSError as error:
-            self._cannot_read("metrics.jsonl", error.strerror or str(error))
+            self._cannot_read(METRICS, error.strerror or str(error))
             return []
 
     @cached_property
@@ -129,15 +131,31 @@ class RunFiles:
     def user_errors(self) -> list[dict[str, Any]]:
         """The kinds of errors that each cost a sample, from errors.json, the most frequent first."""
         try:
-            return sorted(read_errors(self.path), key=lambda kind: -kind["count"])
+            found = read_errors(self.path) if self.file(ERRORS) is not None else []
+            return sorted(found, key=lambda kind: -kind["count"])
         except ConfigError as error:
             self._cannot_read(ERRORS, error.problems[0].partition("cannot be read: ")[2])
             return []
 
+    def file(self, name: str) -> Path | None:
+        """The path of a file or folder below the run folder, for a reader that needs a path, whether or not it exists;
+        None if it may not be read (`inside`)."""
+        path = self.path / name
+        try:
+            if self._inside is None or path.resolve().is_relative_to(self._inside):
+                return path
+        except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle
+            self._cannot_read(name, str(error))
+            return None
+        self._cannot_read(name, f"it leads out of {self._inside}, which is not followed here")
+        return None
+
     def text(self, name: str, max_bytes: int = 1 << 26) -> str:
         """A text file below the run folder; empty if it is missing or cannot be read. Longer files are cut."""
+        if (path := self.file(name)) is None:
+            return ""
         try:
-            with open(self.path / name, "rb") as file:
+            with open(path, "rb") as file:
                 return file.read(max_bytes).decode(errors="replace")
         except (FileNotFoundError, NotADirectoryError):
             return ""
@@ -147,8 +165,10 @@ class RunFiles:
 
     def tail(self, name: str, max_bytes: int) -> str:
         """The end of a text file below the run folder, from the start of a line; empty as in text()."""
+        if (path := self.file(name)) is None:
+            return ""
         try:
-            with open(self.path / name, "rb") as file:
+            with open(path, "rb") as file:
                 size = file.seek(0, os.SEEK_END)
                 file.seek(max(size - max_bytes, 0))
                 found = file.read(max_bytes).decode(errors="replace")
@@ -177,9 +197,11 @@ class RunFiles:
     def lines(self, name: str) -> Iterator[dict[str, Any]]:
         """The objects in a file of JSON lines, read one by one. A last line that is being written is left out; other
         damaged lines are counted in `problems`."""
+        if (path := self.file(name)) is None:
+            return
         damaged = 0
         try:
-            with open(self.path / name, "rb") as file:
+            with open(path, "rb") as file:
                 for line in file:
                     try:
                         found = json.loads(line) if line.endswith(b"\n") else {}
@@ -199,8 +221,11 @@ class RunFiles:
 
     def entries(self, name: str) -> list[Path]:
         """Files and folders in a folder below the run folder, by name; none if it is missing or cannot be read."""
+        if (folder := self.file(name)) is None:
+            return []
         try:
-            return sorted((self.path / name).iterdir())
+            found = sorted(folder.iterdir())
+            return [path for path in found if not path.is_symlink() or self.file(f"{name}/{path.name}") is not None]
         except (FileNotFoundError, NotADirectoryError):
             return []
         except OSError as error:

@@ -29,6 +29,7 @@ COMMANDS = {
     "timeline": ("hpcrl.commands.timeline", "show what the ranks did in a step, and what they waited for"),
     "plot": ("hpcrl.metrics.plot", "draw reward and validation accuracy of a run"),
     "report": ("hpcrl.commands.report", "write what happened in a run, or in several, into one HTML file"),
+    "serve": ("hpcrl.commands.serve", "serve the reports of all runs below a folder to a browser, as they are now"),
     "score": ("hpcrl.commands.score", "try a reward on an answer or on a file of rows, without a run"),
     "convert": ("hpcrl.convert.__main__", "convert a checkpoint to a model in HF layout, or an HF model to Megatron"),
     "track": ("hpcrl.commands.track", "upload the metrics of a run to a tracker, from a machine with network access"),

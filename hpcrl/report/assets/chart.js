@@ -9,8 +9,11 @@
     const rough = (high - low) / count || 1;
     const power = 10 ** Math.floor(Math.log10(rough));
     const step = [1, 2, 5, 10].map((factor) => factor * power).find((each) => each >= rough);
+    const first = Math.ceil(low / step);
     const found = [];
-    for (let value = Math.ceil(low / step) * step; value <= high + step * 1e-9; value += step) found.push(Number(value.toPrecision(12)));
+    for (let at = 0; at <= 2 * count && (first + at) * step <= high + step * 1e-9; at += 1) {
+      found.push(Number(((first + at) * step).toPrecision(12)));
+    }
     return found;
   }
 
@@ -49,9 +52,11 @@
     let [left, right] = options.xRange || extent(xs);
     let [low, high] = options.yRange ? options.yRange.map(scaled) : extent(ys);
     if (left === right) { left -= 1; right += 1; }
-    if (low === high) { const pad = Math.abs(low) * 0.1 || 1; low -= pad; high += pad; } else if (!options.yRange) {
-      const pad = (high - low) * 0.05; low -= pad; high += pad;
-    }
+    // Rounding alone, as of the means of a constant, is no range.
+    const flat = high - low <= 1e-9 * Math.max(Math.abs(low), Math.abs(high));
+    const pad = flat ? Math.abs(low) * 0.1 || 1 : options.yRange ? 0 : (high - low) * 0.05;
+    low -= pad;
+    high += pad;
     const inner = { width: width - MARGIN.left - MARGIN.right, height: height - MARGIN.top - MARGIN.bottom };
     const px = (x) => MARGIN.left + ((x - left) / (right - left)) * inner.width;
     const py = (y) => MARGIN.top + (1 - (scaled(y) - low) / (high - low)) * inner.height;

@@ -8,7 +8,7 @@ const report = (() => {
   const COLOURS = 8; // --series-1 to --series-8 of page.css
   const renderers = new Map();
   const drawn = new Set();
-  let head = { runs: [], sections: [], made: "", version: "", live: false };
+  let head = { runs: [], sections: [], made: "", version: "", index: "" };
   let chosen = 0; // the run that sections of one run show
 
   // A section of one run: render(root, data, run), where run has name, path and index.
@@ -48,8 +48,9 @@ const report = (() => {
 
   // Addresses inside the page, files beside it, pictures in the data, and files that the page makes; nothing else.
   function address(text) {
-    const inside = /^(#|blob:|data:image\/(png|jpeg|gif|webp);base64,|data:,)/.test(text);
-    if (inside || !/^[\s\x00-\x20]*([a-z][a-z0-9+.-]*:|[\/\\]{2})/i.test(text)) return text;
+    const read = text.replace(/[\x00-\x20]+/g, ""); // browsers leave out tabs and line ends within an address
+    const inside = /^(#|blob:|data:image\/(png|jpeg|gif|webp);base64,|data:,)/.test(read);
+    if (inside || !/^([a-z][a-z0-9+.-]*:|[\/\\]{2})/i.test(read)) return text;
     throw new Error(`address ${text.slice(0, 40)} leaves the page`);
   }
 
@@ -192,6 +193,24 @@ const report = (() => {
     show(names[next], true);
   }
 
+  // A page of `hpcrl serve`: a link to all runs, and loading the page again, which then has the newest steps.
+  function live() {
+    const EVERY_S = 30;
+    let stored = null;
+    try { stored = sessionStorage.getItem("hpcrl-follow"); } catch (error) { /* see setTheme */ }
+    let timer = null;
+    const follow = (on) => {
+      clearInterval(timer);
+      if (on) timer = setInterval(() => location.reload(), 1000 * EVERY_S);
+      try { sessionStorage.setItem("hpcrl-follow", on ? "1" : ""); } catch (error) { /* see setTheme */ }
+    };
+    follow(stored === "1");
+    return [el("a", { href: head.index }, "all runs"), " ",
+      el("button", { type: "button", class: "quiet", onclick: () => location.reload() }, "Load again"),
+      el("label", {}, el("input", { type: "checkbox", checked: stored === "1", onchange: (event) => follow(event.target.checked) }),
+        `every ${EVERY_S} s `)];
+  }
+
   function setTheme(theme) {
     document.documentElement.dataset.theme = theme;
     try { localStorage.setItem("hpcrl-theme", theme); } catch (error) { /* a page from a file may have no storage */ }
@@ -215,7 +234,7 @@ const report = (() => {
         index ? el("span", { class: "comma" }, ", ") : null,
         several ? el("span", { class: "swatch", style: `background:${colour(index)}` }) : null, run.name])),
       el("p", { class: "made" }, `Written ${head.made.slice(0, 16).replace("T", " ")} UTC by hpcrl ${head.version} `,
-        head.live ? el("button", { type: "button", class: "quiet", onclick: () => location.reload() }, "Load again") : null,
+        head.index ? live() : null,
         themeButton()));
     const tabs = el("div", { class: "tabs", role: "tablist", "aria-label": "Sections" }, head.sections.map((each) =>
       el("button", { type: "button", role: "tab", id: `tab-${each.name}`, "aria-controls": `section-${each.name}`,
