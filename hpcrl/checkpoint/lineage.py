@@ -1,7 +1,7 @@
 """The committed lineage: a resumed run moves away what a killed attempt has written after the checkpoint.
 
-Rollouts, metrics and checkpoints are labelled with the number of completed steps, which is also the weight version. A
-run that resumes from checkpoint 12 keeps everything up to label 12.
+Rollouts, metrics, timelines and checkpoints are labelled with the number of completed steps, which is also the weight
+version. A run that resumes from checkpoint 12 keeps everything up to label 12.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from pathlib import Path
 
 from hpcrl.checkpoint.commit import set_latest
 from hpcrl.system.files import rename_durably, step_name, steps_in, write_durably
+from hpcrl.timeline.step_file import path_of, recorded_steps
 
 METRICS = "metrics.jsonl"
 
@@ -19,8 +20,9 @@ def abandon_after(run_dir: Path, step: int, attempt: int) -> list[str]:
     """Move away everything with a label above `step`, which is -1 if the run starts over without a checkpoint. Called
     by rank 0 before anything is written. Returns one line per move, for the log.
 
-    Rollouts and metrics move to abandoned/<attempt>/, where `attempt` is the calling attempt. Newer checkpoints, which
-    are damaged, are renamed, and the next commit deletes them. After a kill, the next call completes the moves.
+    Rollouts, metrics and timelines move to abandoned/<attempt>/, where `attempt` is the calling attempt. Newer
+    checkpoints, which are damaged, are renamed, and the next commit deletes them. After a kill, the next call completes
+    the moves.
     """
     # Checkpoints are moved first: if a damaged one became readable again, its rollouts would be needed.
     moved = _abandon_checkpoints(run_dir / "checkpoints", step, attempt)
@@ -29,6 +31,13 @@ def abandon_after(run_dir: Path, step: int, attempt: int) -> list[str]:
     for number in past:
         (target / "rollouts").mkdir(parents=True, exist_ok=True)
         rename_durably(run_dir / "rollouts" / step_name(number), target / "rollouts" / step_name(number))
+    recorded = [n for n in recorded_steps(run_dir) if n > step]
+    for number in recorded:
+        path = path_of(run_dir, number)
+        (target / path.parent.name).mkdir(parents=True, exist_ok=True)
+        rename_durably(path, target / path.parent.name / path.name)
+    if recorded:
+        moved.append(f"timelines of steps {recorded[0]} to {recorded[-1]} moved to {target}")
     if past:
         moved.append(f"rollouts of steps {past[0]} to {past[-1]} moved to {target}")
     lines = cut_metrics(run_dir, step, attempt)

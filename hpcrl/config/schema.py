@@ -41,6 +41,15 @@ class TrackingConfig(Section):
     """Time after which a tracker that does not answer is stopped with a warning, seconds."""
 
 
+class TimelineConfig(Section):
+    """The timeline of each step in the run folder."""
+
+    enabled: bool = True
+    """Record what every rank does, and when every sample is generated, scored and trained."""
+    keep_steps: Positive = 50
+    """Newest steps that are kept; of earlier ones, every step that this number divides."""
+
+
 DeadlineSeconds = Annotated[float, Field(ge=1, le=1e7), NUMBER]
 
 
@@ -125,6 +134,8 @@ class Config(Section):
     """Trackers in addition to metrics.jsonl (tracking)."""
     tracking: TrackingConfig = TrackingConfig()
     """Trackers."""
+    timeline: TimelineConfig = TimelineConfig()
+    """What ranks and samples did."""
     timeouts: Timeouts = Timeouts()
     """Deadlines."""
     cluster: ClusterConfig = ClusterConfig()

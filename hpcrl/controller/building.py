@@ -123,6 +123,7 @@ def _make_loop(controller: Controller, layout: RoleLayout, config: Config, run_d
         free=[replica[0] for replica in layout.free_replicas],
         scorers_of=layout.scorers_of if layout.scorers else None,
         errors=UserErrors(run_dir),
+        timeline=controller.timeline,
     )
 
 

@@ -24,13 +24,18 @@ from hpcrl.metrics.plot import plot as draw_plot
 from hpcrl.metrics.progress import summary
 from hpcrl.metrics.stats import Stats, flatten, merge
 from hpcrl.system.cli import in_shell
+from hpcrl.timeline.recorder import Recorder
+
+WRITE_S = 10.0
+"""Time to write the last steps' timelines when the run ends."""
 
 
 class Run:
     """Created by hpcrl.controller.main from the parts that hpcrl.controller.building builds."""
 
-    def __init__(self, config: Config, run_dir: Path, parts: Parts):
-        self.config, self._run_dir = config, run_dir
+    def __init__(self, config: Config, run_dir: Path, parts: Parts, timeline: Recorder | None = None):
+        """`timeline` records what ranks and samples do, from here on."""
+        self.config, self._run_dir, self._timeline = config, run_dir, timeline
         self._roles, self._weights = parts.roles, parts.weights
         self.trainer, self.reference, self.critic = parts.trainer, parts.reference, parts.critic
         self._data, self.evaluation, self.checkpoint = parts.data, parts.evaluation, parts.checkpoint
@@ -47,6 +52,8 @@ class Run:
         save_s, bound = checkpoint.expected_save_s, config.trainer.max_mismatch if config.debug == "none" else None
         self.guard = Guard(checkpoint.check_owner, save_s, lead_s, deadline, bound)
         self._step_started = time.perf_counter()
+        if timeline is not None and not self.first_step:
+            timeline.begin(0)
 
     @property
     def rollouts(self) -> Rollouts | StoredRollouts:
@@ -69,7 +76,11 @@ class Run:
         for step in range(self.first_step + 1, self.config.max_steps + 1):
             self.guard.before_step()
             self._step_started = time.perf_counter()
+            if self._timeline is not None:
+                self._timeline.begin(step)
             yield step
+            if self._timeline is not None:
+                self._timeline.end()
             self.guard.after_step(time.perf_counter() - self._step_started)
             if step < self.config.max_steps and (why := self.guard.must_stop()):
                 saved = self.checkpoint.save_within(step, self.guard.left_s())
@@ -101,6 +112,8 @@ class Run:
     def end_at(self, step: int, why: str) -> None:
         """Declare the run complete at this step, before max_steps."""
         self.last_step, self._why = step, why
+        if self._timeline is not None:
+            self._timeline.discard_after(step)
 
     @property
     def reason(self) -> str:
@@ -152,7 +165,10 @@ class Run:
     def close(self, within_s: float = math.inf) -> str:
         """Close the trackers within this time, and within the job's remaining time minus SPARE_S, in which the process
         exits; return how to upload offline metrics, as text for the user."""
-        hints = self._metrics.close(within_s=min(within_s, max(1.0, self.guard.left_s() - SPARE_S)))
+        within_s = min(within_s, max(1.0, self.guard.left_s() - SPARE_S))
+        if self._timeline is not None:
+            self._timeline.close(min(within_s, WRITE_S))
+        hints = self._metrics.close(within_s=within_s)
         return in_shell("".join(f"upload  {hint}\n" for hint in hints))
 
 

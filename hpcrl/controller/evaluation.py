@@ -115,12 +115,15 @@ class Evaluation:
         scheduler = RolloutScheduler(settings, living)
         scheduler.begin_step(0, len(chosen))
         waiting = (replace(self._prompts[place], uid=validation_uid(number, place)) for place in chosen)
-        return self._loop.collect(
+        collected = self._loop.collect(
             scheduler,
             {},
             lambda count: [prompt for prompt, _ in zip(waiting, range(count), strict=False)],
             evaluation_sampling(self._config, asked),
         )
+        if (timeline := self._loop.timeline) is not None:
+            timeline.closed((sample.id for group in collected.groups for sample in group.samples), "validated")
+        return collected
 
     def _keep_examples(self, step: int, answers: Sequence[_Answer]) -> None:
         """Keep the first completions, from prompts without environments."""

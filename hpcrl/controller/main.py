@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import signal
@@ -22,12 +23,14 @@ from hpcrl.messaging.queues import ControlError
 from hpcrl.messaging.world import World
 from hpcrl.rollout.loop import BackgroundError
 from hpcrl.rollout.scheduling.scheduler import RolloutExhausted
-from hpcrl.run_folder import OWNERS, VERDICT, SupersededError, finish_run
+from hpcrl.run_folder import OWNERS, VERDICT, SupersededError, check_owner, finish_run
 from hpcrl.spec.tables import PIPELINES, ROLES
 from hpcrl.system.exit_codes import ASKED, SIGNAL_CODES, ExitCode
 from hpcrl.system.files import is_storage_error, write_durably
 from hpcrl.system.log import BARE
 from hpcrl.system.signals import STOPPING
+from hpcrl.timeline.recorder import Recorder
+from hpcrl.timeline.writer import TimelineWriter
 from hpcrl.workers.rank_loop import Worker
 
 logger = logging.getLogger(__name__)
@@ -60,6 +63,7 @@ def control(
         start_s=config.timeouts.start_s,
         survivable=lambda rank, lost: _survivable(config, layout, rank, lost),
         background=background,
+        timeline=_timeline(world, config, layout, run_dir, attempt),
     )
     worker.join()
     run: Run | Rank0Run | None = None
@@ -72,7 +76,8 @@ def control(
                 from hpcrl.engines.tiny import make_tiny_model  # imports models, which takes seconds
 
                 make_tiny_model(config.model.tiny, model_path)
-            run = Run(config, run_dir, build(controller, background, layout, config, run_dir, model_path, attempt))
+            parts = build(controller, background, layout, config, run_dir, model_path, attempt)
+            run = Run(config, run_dir, parts, controller.timeline)
         stop_run = run.stop
         for number in STOPPING:
             signal.signal(number, lambda n, _: stop_run(n))
@@ -100,6 +105,15 @@ def control(
         if code is ExitCode.NOT_SAVED and isinstance(run, Run):
             run.checkpoint.discard()
         return _tell(world, code, message)
+
+
+def _timeline(world: World, config: Config, layout: RoleLayout, run_dir: Path, attempt: int) -> Recorder | None:
+    """The recorder of what the ranks do; None if the run records nothing."""
+    if not config.timeline.enabled or PIPELINES[config.pipeline].rank0_only:
+        return None
+    roles = [layout.roles_of(rank) for rank in range(world.size)]
+    fence = functools.partial(check_owner, run_dir, attempt)
+    return Recorder(roles, world.host, TimelineWriter(run_dir, config.timeline.keep_steps, fence))
 
 
 def _explain(error: BaseException, built: bool) -> tuple[ExitCode, str]:

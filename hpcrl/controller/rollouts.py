@@ -74,7 +74,13 @@ class Rollouts:
             handle.domains.setdefault(self._prompts[uid].domain, []).append(uid)
         self._loop.forget(collected.groups)
         self._loop.background([])  # after the rollout transfer, which decode chunks would delay
+        recorded = len(self._records)
         self._record()
+        if (timeline := self._loop.timeline) is not None:
+            for group in collected.groups:
+                timeline.closed((sample.id for sample in group.samples), "trained", step - 1 - group.version)
+            for record in self._records[recorded:]:
+                timeline.prompt_ended(record.uid, record.outcome)
         total = sum(size.total for size in collected.sizes.values())
         scheduled = {name: Stat(*value) for name, value in self.scheduler.metrics().items()}
         ended = {f"prompts/{name}": scalar(n) for name, n in self.source.ledger.counts().items()}
@@ -128,6 +134,12 @@ class Rollouts:
         sizes = {sample: Sizes(*size) for sample, *size in state["scheduler"].get("sizes", [])}
         self._loop.restore_sizes(self.scheduler.finished(), sizes)
         self._prompts = {uid: self.source.prompt(uid) for uid in self.source.ledger.open_uids}
+        if self._loop.timeline is not None:
+            held = [(s, group.uid) for group in self.scheduler.finished() for s in group.samples]
+            self._loop.timeline.restored(
+                ((uid, prompt.domain) for uid, prompt in self._prompts.items()),
+                ((sample.id, uid, sample.replica, sample.num_tokens) for sample, uid in held),
+            )
 
     def _draw(self, count: int) -> list[Prompt]:
         self._replace_lost()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
@@ -19,11 +20,14 @@ from hpcrl.messaging.messages import (
     Failed,
     Joined,
     Lost,
+    Observed,
+    Scored,
     Shutdown,
 )
 from hpcrl.messaging.queues import ReaderLost
 from hpcrl.messaging.world import World, rank_queue
 from hpcrl.system.clock import AwakeClock
+from hpcrl.timeline.recorder import Recorder
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +74,8 @@ Started = list[tuple[int, int]]
 
 
 class Controller:
-    """Pushes commands and collects answers. `background` is work that this process does while it waits."""
+    """Pushes commands and collects answers. `background` is work that this process does while it waits; `timeline`
+    records what the ranks do."""
 
     def __init__(
         self,
@@ -81,11 +86,12 @@ class Controller:
         start_s: float,
         survivable: Callable[[int, Collection[int]], bool],
         background: Background | None = None,
+        timeline: Recorder | None = None,
     ):
         assert world.events is not None
         self._world, self._inbox, self._roles_of = world, world.events, roles_of
         self.command_s, self._start_s, self._survivable = command_s, start_s, survivable
-        self._background = background or Background()
+        self._background, self.timeline = background or Background(), timeline
         self._clock = AwakeClock(command_s)
         self.check_s = min(CHECK_EVERY_S, command_s / CHECKS_PER_DEADLINE)
         self._outstanding: dict[tuple[int, int], _Outstanding] = {}
@@ -123,13 +129,15 @@ class Controller:
     def _push(self, rank: int, command: Command, allowed_s: float, awaited: bool) -> int:
         if rank in self.lost:
             return -1
+        name, sent_at = type(command).__name__, time.monotonic()
         try:
             seq = self._world.sender.send(rank_queue(rank), command)
         except ReaderLost as lost:
             seq = lost.seq
             self._unreached.setdefault(rank, _Unreached(self._clock.now(), str(lost)))
+        if self.timeline is not None:
+            self.timeline.sent(rank, seq, name, sent_at)
         if not isinstance(command, ONE_WAY):
-            name = type(command).__name__
             self._outstanding[rank, seq] = _Outstanding(name, self._clock.now(), allowed_s, awaited)
         return seq
 
@@ -149,11 +157,14 @@ class Controller:
 
     def finish(self, started: Started) -> dict[int, Done]:
         """Wait for the answers to the commands of start(); errors as in call()."""
+        began, awaited = time.monotonic(), self._outstanding.get(started[0]) if started else None
         for key in started:
             while key not in self._answers and key[0] not in self.lost:
                 self._take(self.check_s)
                 if self._background.has_listener and self._events:
                     self._background.deliver(self._taken())
+        if self.timeline is not None and awaited is not None:
+            self.timeline.waited(awaited.name, began)
         return {rank: self._answers.pop((rank, seq)) for rank, seq in started if (rank, seq) in self._answers}
 
     def answered(self, started: Started) -> bool:
@@ -208,6 +219,8 @@ class Controller:
         sender, _, event = message
         if sender in self.lost:  # it was treated as lost before, and answers again
             return True
+        if self.timeline is not None:
+            self._record(self.timeline, sender, event)
         match event:
             case Joined():
                 self._hosts[sender] = event.host
@@ -231,6 +244,16 @@ class Controller:
             case _:
                 self._events.append((sender, event))
         return True
+
+    @staticmethod
+    def _record(timeline: Recorder, rank: int, event: Event) -> None:
+        match event:
+            case Joined():
+                timeline.joined(rank, event.host)
+            case DecodeChunkDone():
+                timeline.executed(rank, event.spans, (event.seq, event.tokens, event.running, event.queued))
+            case Done() | Scored() | Observed():
+                timeline.executed(rank, event.spans)
 
     def _end_of(self, ended: SenderEnded) -> None:
         """Handle a sender from which nothing more arrives, or that accepts nothing. A rank whose process has ended, or

@@ -407,6 +407,10 @@ ONE_WAY = (Admit, Rescore, ScoreGroup, DropAwaiting, EndEpisodes, DropSamples, D
 
 # -- events ------------------------------------------------------------------------------------------------------
 
+Span = tuple[int, float, float]
+"""A command that a rank executed: its number, its start on the host's monotonic clock, and its duration, seconds. A
+rank reports each command once, in its next event with `spans`."""
+
 
 class Joined(Message):
     """A rank has joined the world and reads its inbox."""
@@ -437,6 +441,7 @@ class Done(Message):
     weights: list[tuple[int, float]] = []
     address: str = ""
     media: list[tuple[Medium, ...]] = []
+    spans: list[Span] = []
 
 
 class Failed(Message):
@@ -462,13 +467,22 @@ class Ended(msgspec.Struct, frozen=True, array_like=True):
 
 
 class DecodeChunkDone(Message):
-    """A decode chunk ended: finished samples, samples whose turn ended, tokens decoded, seconds."""
+    """A decode chunk ended: finished samples, samples whose turn ended, tokens decoded, seconds.
+
+    Args:
+        decoded_at: When the last token was decoded, on the host's monotonic clock.
+        running, queued: Requests that the engine decoded and that waited for a slot, at the start.
+    """
 
     seq: int
     finished: list[Ended]
     turns: list[Ended]
     tokens: int
     seconds: float
+    decoded_at: float = 0.0
+    running: int = 0
+    queued: int = 0
+    spans: list[Span] = []
 
 
 class ScoredSample(msgspec.Struct, frozen=True, array_like=True):
@@ -479,6 +493,7 @@ class ScoredSample(msgspec.Struct, frozen=True, array_like=True):
         turn_rewards: A reward per turn; their sum is `reward`. If empty, the last turn gets the whole reward.
         token_rewards: Parts of the turn rewards that belong to tokens (bytes of hpcrl.rollout.types.TOKEN_REWARD).
         extracted: The answer that the reward found in a validation response, or its hash if it is long.
+        started, ended: When the scoring or the turn began and ended, on the host's monotonic clock; 0 for neither.
     """
 
     sample: int
@@ -489,12 +504,15 @@ class ScoredSample(msgspec.Struct, frozen=True, array_like=True):
     turn_rewards: list[float] = []
     token_rewards: bytes = b""
     extracted: str | None = None
+    started: float = 0.0
+    ended: float = 0.0
 
 
 class Scored(Message):
     """Samples that a reward rank scored."""
 
     samples: list[ScoredSample]
+    spans: list[Span] = []
 
 
 class AwaitGroup(Message):
@@ -513,6 +531,7 @@ class Observed(Message):
     result: ScoredSample
     add_reward: bool = False
     failed: bool = False
+    spans: list[Span] = []
 
 
 class Lost(Message):
@@ -523,6 +542,7 @@ class Lost(Message):
     silent: bool = False
 
 
+WithSpans = Done | DecodeChunkDone | Scored | Observed
 Event = Joined | Done | Failed | DecodeChunkDone | Scored | AwaitGroup | Observed | Lost
 
 

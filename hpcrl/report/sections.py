@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from hpcrl.report import alerts, curves, overview, samples
+from hpcrl.report import alerts, curves, overview, samples, timeline
 
 SECTIONS: tuple[ModuleType, ...] = (
     overview,
     alerts,
     curves,
     samples,
+    timeline,
 )

@@ -16,8 +16,17 @@ from hpcrl.rollout.pending_answers import PendingAnswers
 from hpcrl.rollout.replica_speeds import ReplicaSpeeds
 from hpcrl.rollout.scheduling import events
 from hpcrl.rollout.scheduling.scheduler import RolloutExhausted, RolloutScheduler
-from hpcrl.rollout.types import FinishReason, Prompt, Sizes, is_greedy, receiver_of, split_sample_id
+from hpcrl.rollout.types import (
+    FIRST_VALIDATION_UID,
+    FinishReason,
+    Prompt,
+    Sizes,
+    is_greedy,
+    receiver_of,
+    split_sample_id,
+)
 from hpcrl.run_folder.user_errors import UserErrors
+from hpcrl.timeline.recorder import Recorder
 
 CHUNKS_AHEAD = 2
 
@@ -58,6 +67,7 @@ class RolloutLoop:
         free: First ranks of replicas that neither train nor control, so they may generate while other ranks do.
         scorers_of: Scorers of a domain; None if every scorer scores all domains.
         errors: Counts the errors of samples.
+        timeline: Records the lives of samples.
     """
 
     def __init__(
@@ -73,6 +83,7 @@ class RolloutLoop:
         free: Collection[int] = (),
         scorers_of: Callable[[str], Sequence[int]] | None = None,
         errors: UserErrors | None = None,
+        timeline: Recorder | None = None,
     ):
         self._controller, self._seed, self._decode_chunk_tokens = controller, seed, decode_chunk_tokens
         self._deterministic = deterministic
@@ -84,6 +95,7 @@ class RolloutLoop:
         self._awaited = PendingAnswers(controller, {*scorers, *envs})
         self._pace = ReplicaSpeeds()
         self._errors = errors or UserErrors(None)
+        self.timeline = timeline
         self._waited_s = 0.0  # in this collect(): waited for scorers and environments only
         self._streams: list[_Stream] = []  # collect() runs the last one
 
@@ -104,6 +116,7 @@ class RolloutLoop:
         if stream is None:
             stream = _Stream(scheduler, prompts, draw, sampling)
             self._streams.append(stream)
+        began = time.monotonic()
         self.tell_lost()
         self._pause(frozenset())
         self._waited_s = 0.0
@@ -115,6 +128,9 @@ class RolloutLoop:
             scheduler.plan(stream.arrived)  # the batch is fixed: this only counts aborted samples
             stream.arrived = []
         groups = scheduler.take_batch()
+        if self.timeline is not None:
+            validation = bool(groups) and groups[0].uid >= FIRST_VALIDATION_UID
+            self.timeline.waited("validation" if validation else "rollouts", began)
         sizes = {s.id: self._replicas[s.replica].sizes.pop(s.id) for group in groups for s in group.samples}
         stats, stream.stats = merge([*stream.stats, {"time/step_reward_wait": scalar(self._waited_s)}]), []
         if not scheduler.generates_ahead:
@@ -158,6 +174,8 @@ class RolloutLoop:
         stream.scheduler.handle_events(arrived)  # first, since a rejected group needs another prompt
         fresh = stream.draw(stream.scheduler.num_wanted())
         stream.prompts.update((prompt.uid, prompt) for prompt in fresh)
+        if fresh and self.timeline is not None:
+            self.timeline.drawn((prompt.uid, prompt.domain) for prompt in fresh)
         stream.scheduler.add_prompts(prompt.uid for prompt in fresh)
         commands = stream.scheduler.plan()
         for command in commands:
@@ -245,6 +263,8 @@ class RolloutLoop:
             case events.Generate() | events.Continue():
                 replica.live += len(samples)
                 known = isinstance(command, events.Continue)
+                if self.timeline is not None and not known:
+                    self.timeline.admitted(replica.first, ((sample, split_sample_id(sample)[0]) for sample in samples))
                 for message in admissions(samples, {} if known else prompts, sampling, self._seed):
                     replica.send(message)
             case events.SendToScorer():
@@ -253,6 +273,9 @@ class RolloutLoop:
                 replica.send(messages.Rescore(samples, receivers))
             case events.Drop():
                 replica.drop(samples)
+                if self.timeline is not None:
+                    self.timeline.closed([sample for sample in samples if is_greedy(sample)], "baseline")
+                    self.timeline.closed([sample for sample in samples if not is_greedy(sample)], "dropped")
 
     def _queue_chunks(self, replicas: Iterable[ReplicaLink]) -> None:
         ahead = 1 if self._deterministic else CHUNKS_AHEAD
@@ -296,6 +319,8 @@ class RolloutLoop:
             if env not in self._controller.lost:
                 self._controller.send(env, messages.EndEpisodes(replica.first))
         self._pace.forget(replica.first)
+        if self.timeline is not None:
+            self.timeline.lost_replica(replica.first)
         at_home = self._awaited.where(lambda away: away.replica == replica.first)
         self._release([sample for sample in at_home if self._awaited[sample].awaits_group])
         for sample in at_home:
@@ -321,6 +346,8 @@ class RolloutLoop:
         """Pass every event to the stream of its samples; events of unknown samples go to the first stream."""
         for rank, event in happened:
             self._awaited.touch(rank)
+            if self.timeline is not None:
+                _record(self.timeline, rank, event)
             for told in self._translate(rank, event):
                 if len(self._streams) == 1:
                     self._streams[0].arrived.append(told)
@@ -448,6 +475,20 @@ class RolloutLoop:
         if stream is not None and prompt is not None:
             stats = {f"env/{prompt.domain}/{name}": scalar(value) for name, value in result.metrics.items()}
             stream.stats.append(stats | ({f"domain/{prompt.domain}/score": scalar(result.score)} if scored else {}))
+
+
+def _record(timeline: Recorder, rank: int, event: messages.Event) -> None:
+    """Record when samples' turns were decoded, scored and played."""
+    match event:
+        case messages.DecodeChunkDone():
+            ended = (end for end in [*event.finished, *event.turns] if end.reason != FinishReason.ABORT)
+            timeline.decoded(rank, event.decoded_at, ((end.sample, end.model_tokens) for end in ended))
+        case messages.Scored():
+            for result in event.samples:
+                timeline.worked("reward", rank, result.sample, result.started, result.ended, final=True)
+        case messages.Observed():
+            final, result = event.ended and not event.add_reward, event.result
+            timeline.worked("turn", rank, event.sample, result.started, result.ended, final=final)
 
 
 def _order(event: events.SchedulerEvent) -> tuple:

@@ -40,6 +40,7 @@ MAY_CHANGE = (
     "trainer.max_mismatch",
     "trainer.engine",
     "critic.engine",
+    "timeline",
     "timeouts",
     "cluster",
     "layout",

@@ -7,6 +7,7 @@ import functools
 import json
 import logging
 import math
+import time
 import zlib
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
@@ -108,6 +109,7 @@ class _Playing:
     def __init__(self, turn: Turn, episode: _Episode, section: str, timeout_s: float):
         self.turn, self.episode, self.section = turn, episode, section
         self._timeout_s, self._clock = timeout_s, AwakeClock(timeout_s)
+        self.began = time.monotonic()
         self.played: Future[_Played] = Future()
         self.started: StartedTurn
 
@@ -264,6 +266,7 @@ class EnvRole:
             # If the generator is gone, its agent reports that to the controller, which restarts the sample.
             with contextlib.suppress(ReaderLost):
                 worker.world.mailbox.send(turn.reply_to, [reply])
+        result = msgspec.structs.replace(result, started=playing.began, ended=time.monotonic())
         worker.emit(Observed(turn.sample, ended, result, config.add_reward and not result.error, failed))
 
     def _reply(self, turn: Turn, episode: _Episode, observation: Any) -> EnvObservation:

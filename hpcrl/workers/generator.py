@@ -198,9 +198,11 @@ class GeneratorRole:
         self._play(beginning)
         if self.trainer is not None:
             self.trainer.check()
-        before = sum(self.engine.progress().values())
+        at_start = self.engine.progress()
+        before, running = sum(at_start.values()), min(len(at_start), self._worker.config.generator.max_num_seqs)
         with torch.no_grad():
             outputs = self.engine.step(command.num_tokens)
+        decoded_at = time.monotonic()
         progress = self.engine.progress()
         decoded = sum(progress.values()) + sum(len(o.token_ids) for o in outputs) - before
         samples = [self.samples[output.id] for output in outputs]
@@ -222,6 +224,9 @@ class GeneratorRole:
             turns=[*map(self._ended, beginning + turns), *played],
             tokens=decoded,
             seconds=time.perf_counter() - started,
+            decoded_at=decoded_at,
+            running=running,
+            queued=len(at_start) - running,
         )
 
     def _ended(self, sample: SampleState) -> Ended:

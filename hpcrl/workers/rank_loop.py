@@ -9,6 +9,7 @@ import logging
 import os
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -20,7 +21,7 @@ from hpcrl.cluster.layout import RoleLayout
 from hpcrl.comm.transfer import TransferGroup, blames_peer
 from hpcrl.config import Config
 from hpcrl.data.chat import bind
-from hpcrl.messaging.messages import Ask, BuildGroup, BuildRole, Done, Failed, Joined, Lost, Shutdown
+from hpcrl.messaging.messages import Ask, BuildGroup, BuildRole, Done, Failed, Joined, Lost, Shutdown, Span, WithSpans
 from hpcrl.messaging.queues import ControlError, ReaderLost, StoreLost
 from hpcrl.messaging.world import CONTROLLER_QUEUE, World
 from hpcrl.models.families import vision_of
@@ -44,6 +45,7 @@ logger = logging.getLogger(__name__)
 
 IDLE_FIRST_S = 0.0005
 BUSY_MOST_S, IDLE_MOST_S = 0.004, 1.0  # between two polls, with and without asynchronous work in some role
+MAX_SPANS = 1024  # unreported commands of a rank that answers none of them
 
 
 class Reported(Exception):
@@ -70,6 +72,7 @@ class Worker:
         self._saving = Saving(self)
         self._handlers |= Exchange(self).handlers() | self._publishing.handlers() | self._saving.handlers()
         self._peaks = Peaks()
+        self._spans: deque[Span] | None = deque(maxlen=MAX_SPANS) if config.timeline.enabled else None  # not reported
         self._turns = TimeSharing(self.roles, shares_weights(config, layout)) if shares_device(config, layout) else None
         self._left = False
 
@@ -108,7 +111,10 @@ class Worker:
             return True
 
     def emit(self, event: Any) -> None:
-        """Send an event to the controller."""
+        """Send an event to the controller, with the commands executed since the last event that reports them."""
+        if self._spans and isinstance(event, WithSpans):
+            event.spans = list(self._spans)
+            self._spans.clear()
         self.world.sender.send(CONTROLLER_QUEUE, event)
 
     def execute_one(self, timeout_s: float) -> bool:
@@ -120,7 +126,7 @@ class Worker:
                 raise Reported
         if message is None:
             return False
-        _, seq, command = message
+        started, (_, seq, command) = time.monotonic(), message
         name = type(command).__name__
         self.world.trace.enter(name, seq)
         if isinstance(command, Shutdown):
@@ -135,6 +141,8 @@ class Worker:
             answer = self._handlers[type(command)](command, seq)
         if isinstance(answer, Done) and type(command) in PHASES:
             answer.stats |= self._peaks.take()
+        if self._spans is not None:
+            self._spans.append((seq, started, time.monotonic() - started))
         self.world.trace.enter("idle", seq)
         if answer is not None:
             self.emit(answer)

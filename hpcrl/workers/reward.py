@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 import weakref
 from array import array
 from collections.abc import Callable
@@ -37,6 +38,7 @@ class RewardRole:
         )
         self._arrived: list[RewardItem] = []  # waiting until their reward is loaded
         self._held: dict[int, RewardItem] = {}  # waiting for other group members
+        self._started: dict[int, float] = {}  # by submitted sample
         self._images = weakref.WeakValueDictionary[tuple[bytes, int, int], Medium]()  # of responses without a score
 
     def handlers(self) -> dict[type, Callable[[Any, int], Any]]:
@@ -52,7 +54,7 @@ class RewardRole:
         self._sort()
         scores = self._pool.poll()
         for start in range(0, len(scores), SCORES):
-            self._worker.emit(Scored([_scored(sample, score) for sample, score in scores[start : start + SCORES]]))
+            self._worker.emit(Scored([self._scored(*scored) for scored in scores[start : start + SCORES]]))
         return bool(arrived or scores)
 
     def _shared(self, item: RewardItem) -> RewardItem:
@@ -66,6 +68,7 @@ class RewardRole:
         for item in arrived:
             match self._pool.scores(item.domain):
                 case "samples":
+                    self._started[item.sample_id] = time.monotonic()
                     self._pool.submit([item])
                 case "groups":
                     self._held[item.sample_id] = item
@@ -76,6 +79,7 @@ class RewardRole:
             self._worker.emit(AwaitGroup(waiting))
 
     def _score_together(self, command: ScoreGroup, seq: int) -> None:
+        self._started |= dict.fromkeys(command.samples, time.monotonic())
         self._pool.submit_group([self._held.pop(sample) for sample in command.samples])
 
     def _drop(self, command: DropAwaiting, seq: int) -> None:
@@ -85,6 +89,14 @@ class RewardRole:
     def close(self) -> None:
         self._pool.close()
 
+    def _scored(self, sample: int, score: Score) -> ScoredSample:
+        times = self._started.pop(sample, 0.0), time.monotonic()
+        tokens = np.array(list(score.token_rewards.items()), dtype=TOKEN_REWARD)
+        parts = list(score.turn_rewards), tokens.tobytes()
+        extracted = score.extracted if is_validation(sample) else None
+        result = float(score.reward), float(score.score), score.error, score.metrics
+        return ScoredSample(sample, *result, *parts, extracted, *times)
+
 
 def _services(worker: Rank) -> Services:
     config = worker.config
@@ -92,13 +104,6 @@ def _services(worker: Rank) -> Services:
     seed = config.seed if config.deterministic else None
     seeing = ["judge"] if config.asks("judge") and not why_judge_sees_nothing(config) else []
     return Services(worker.services, models, worker.world.token, seed, seeing)
-
-
-def _scored(sample: int, score: Score) -> ScoredSample:
-    tokens = np.array(list(score.token_rewards.items()), dtype=TOKEN_REWARD)
-    parts = list(score.turn_rewards), tokens.tobytes()
-    extracted = score.extracted if is_validation(sample) else None
-    return ScoredSample(sample, float(score.reward), float(score.score), score.error, score.metrics, *parts, extracted)
 
 
 def item_of(response: Response) -> RewardItem:
