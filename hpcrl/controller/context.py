@@ -77,6 +77,10 @@ class Run:
                     self.guard.stop_signal, f"stopped by {why} after step {step}, {_what_is_saved(step, saved)}"
                 )
 
+    def pending_prompts(self) -> list[str]:
+        """A line for each prompt that is being generated or scored, oldest first."""
+        return self._data.pending() if isinstance(self._data, Rollouts) else []
+
     def stop(self, signal_number: int) -> None:
         """End the run at the next step boundary because of a signal; safe in a signal handler."""
         self.guard.stop(signal_number)

@@ -20,6 +20,7 @@ from hpcrl.messaging.dispatcher import Controller, RankFailed, RankLost, RankSil
 from hpcrl.messaging.messages import BuildRole, Failed
 from hpcrl.messaging.queues import ControlError
 from hpcrl.messaging.world import World
+from hpcrl.node.hang_report import write_hang_report
 from hpcrl.rollout.loop import BackgroundError
 from hpcrl.rollout.scheduling.scheduler import RolloutExhausted
 from hpcrl.run_folder import OWNERS, VERDICT, SupersededError, finish_run
@@ -92,9 +93,20 @@ def control(
         return _tell(world, SIGNAL_CODES.get(stopped.signal_number, ExitCode.REQUEUE), str(stopped))
     except Exception as error:
         logger.error("the run ends", exc_info=True)
+        code, message = _explain(error, built=isinstance(run, Run))
+        if code is ExitCode.DEADLINE:
+            report = write_hang_report(
+                run_dir,
+                attempt,
+                message,
+                [layout.roles_of(rank) for rank in range(world.size)],
+                unanswered=controller.unanswered(),
+                prompts=run.pending_prompts() if isinstance(run, Run) else (),
+                agents=world.place.launcher == "agent",
+            )
+            message = f"{message}; {report}"
         if run is not None:
             _tell_hints(run.close(within_s=LAST_WORDS_S))
-        code, message = _explain(error, built=isinstance(run, Run))
         if not (run_dir / OWNERS).is_dir():
             code, message = ExitCode.NOT_SAVED, f"{run_dir} was removed or moved while the run used it: {message}"
         if code is ExitCode.NOT_SAVED and isinstance(run, Run):

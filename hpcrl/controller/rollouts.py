@@ -91,6 +91,10 @@ class Rollouts:
                 found |= zip((sample.id for sample in group.samples), values, strict=True)
         return found
 
+    def pending(self) -> list[str]:
+        """A line for each started prompt whose group is incomplete, also of validation, oldest first."""
+        return [str(prompt) for prompt in self._loop.pending()]
+
     def store(self, batch: BatchHandle, trainer: Trainer) -> None:
         """Write the step's rollouts and its prompts' outcomes if rollout.save_rollouts. Raises before writing if
         another attempt owns the run."""

@@ -6,6 +6,7 @@ thread records a heartbeat once a second. No file system is involved, so a stall
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 import struct
@@ -22,9 +23,12 @@ _BEAT, _SINCE, _SEQ, _ACTIVITY, _THREAD_ACTIVITY = (
     slice(24, 88),
     slice(88, 152),
 )  # numbers in units of eight bytes
+PAGE_BYTES = _LAYOUT.size
+"""Size of the record; behind it, hpcrl.messaging.stacks has the rank's stacks."""
 BEAT_EVERY_S = 1.0
 DESCRIPTOR = "HPCRL_TRACE"
-"""Environment variable of a rank that has an agent: the page's file descriptor."""
+"""Environment variable of a rank: its page's file descriptor."""
+PAGE_NAME = "hpcrl trace"
 LEAVING = "leave"
 """The activity of a rank that may exit; a process that ends in any other activity has unfinished work."""
 
@@ -40,15 +44,26 @@ class Activity(NamedTuple):
     thread_activity: str = ""
 
 
+class UnansweredCommand(NamedTuple):
+    """What rank 0 knows about a rank: the oldest command that it has not answered, its number, and since when."""
+
+    rank: int
+    command: str
+    seq: int
+    seconds: float
+
+
 def new_page() -> int:
     """File descriptor of an empty page, inherited by the rank that writes to it."""
-    descriptor = os.memfd_create("hpcrl trace")
+    descriptor = os.memfd_create(PAGE_NAME)
     os.truncate(descriptor, _LAYOUT.size)
+    # Stacks are appended: the offset is shared with the rank.
+    fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) | os.O_APPEND)
     return descriptor
 
 
 class Trace:
-    """The writing side; one per rank process. `descriptor` is the agent's page, None without an agent."""
+    """The writing side; one per rank process. `descriptor` is its page; None: a page that nobody else reads."""
 
     def __init__(self, descriptor: int | None = None):
         self.doing = "start"
@@ -62,7 +77,7 @@ class Trace:
 
     @classmethod
     def of_process(cls, environ: Mapping[str, str] = os.environ) -> Trace:
-        """The trace of this rank, read by its agent if it has one."""
+        """The trace of this rank, on the page that DESCRIPTOR names."""
         descriptor = environ.get(DESCRIPTOR)
         return cls(int(descriptor) if descriptor is not None else None)
 

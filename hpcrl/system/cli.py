@@ -26,6 +26,7 @@ COMMANDS = {
     "launch": ("hpcrl.launch.__main__", "check a run, print its plan, start it here or submit it to Slurm"),
     "status": ("hpcrl.commands.status", "show a run's state, step, time left, checkpoints, restarts, errors"),
     "logs": ("hpcrl.commands.logs", "show the messages of all ranks, nodes and attempts of a run, in order of time"),
+    "stacks": ("hpcrl.commands.stacks", "show what every rank of a living run does, and its Python stacks"),
     "plot": ("hpcrl.metrics.plot", "draw reward and validation accuracy of a run"),
     "score": ("hpcrl.commands.score", "try a reward on an answer or on a file of rows, without a run"),
     "convert": ("hpcrl.convert.__main__", "convert a checkpoint to a model in HF layout, or an HF model to Megatron"),
