@@ -25,8 +25,7 @@ from hpcrl.cluster.placement import Placement
 from hpcrl.config import Config
 from hpcrl.messaging.bootstrap import ProcessInfo, find_place
 from hpcrl.messaging.processes import rank_name
-from hpcrl.messaging.stacks import register_stacks
-from hpcrl.messaging.trace import DESCRIPTOR, new_page
+from hpcrl.messaging.trace import DESCRIPTOR
 from hpcrl.node.agent import Agent, Verdict
 from hpcrl.node.caches import cache_folders
 from hpcrl.node.devices import BY_BUS, HIDDEN, ORDER, bind_gpus, own_devices, show_peers, visible_gpus
@@ -50,6 +49,7 @@ from hpcrl.system.cli import in_shell, use_utf8
 from hpcrl.system.exit_codes import ASKED, SIGNAL_CODES, ExitCode
 from hpcrl.system.files import allow_files, is_storage_error, shield_output, write_durably
 from hpcrl.system.signals import STOPPING, held_back, ignore_signals, noted
+from hpcrl.system.stacks import new_page, register_stacks
 
 logger = logging.getLogger("hpcrl.run")  # not __name__: a program
 

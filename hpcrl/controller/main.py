@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import signal
+from collections import Counter
 from collections.abc import Collection
 from pathlib import Path
 
@@ -95,13 +96,15 @@ def control(
         logger.error("the run ends", exc_info=True)
         code, message = _explain(error, built=isinstance(run, Run))
         if code is ExitCode.DEADLINE:
+            pending = run.pending_prompts() if isinstance(run, Run) else []
             report = write_hang_report(
                 run_dir,
                 attempt,
                 message,
                 [layout.roles_of(rank) for rank in range(world.size)],
                 unanswered=controller.unanswered(),
-                prompts=run.pending_prompts() if isinstance(run, Run) else (),
+                prompts=[str(prompt) for prompt in pending],
+                responses=sum((Counter(prompt.at) for prompt in pending), Counter[int]()),
                 agents=world.place.launcher == "agent",
             )
             message = f"{message}; {report}"

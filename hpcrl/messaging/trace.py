@@ -1,12 +1,12 @@
 """A rank's current activity, readable by its node agent even if the rank is stuck or dead.
 
-Each rank maps a memory page that its agent has created. The main thread records the command it executes; a daemon
-thread records a heartbeat once a second. No file system is involved, so a stalled one does not stop the heartbeat.
+Each rank maps a memory page (hpcrl.system.stacks) that its agent has created. The main thread records the command it
+executes; a daemon thread records a heartbeat once a second. No file system is involved, so a stalled one does not stop
+the heartbeat.
 """
 
 from __future__ import annotations
 
-import fcntl
 import mmap
 import os
 import struct
@@ -23,12 +23,9 @@ _BEAT, _SINCE, _SEQ, _ACTIVITY, _THREAD_ACTIVITY = (
     slice(24, 88),
     slice(88, 152),
 )  # numbers in units of eight bytes
-PAGE_BYTES = _LAYOUT.size
-"""Size of the record; behind it, hpcrl.messaging.stacks has the rank's stacks."""
 BEAT_EVERY_S = 1.0
 DESCRIPTOR = "HPCRL_TRACE"
 """Environment variable of a rank: its page's file descriptor."""
-PAGE_NAME = "hpcrl trace"
 LEAVING = "leave"
 """The activity of a rank that may exit; a process that ends in any other activity has unfinished work."""
 
@@ -51,15 +48,6 @@ class UnansweredCommand(NamedTuple):
     command: str
     seq: int
     seconds: float
-
-
-def new_page() -> int:
-    """File descriptor of an empty page, inherited by the rank that writes to it."""
-    descriptor = os.memfd_create(PAGE_NAME)
-    os.truncate(descriptor, _LAYOUT.size)
-    # Stacks are appended: the offset is shared with the rank.
-    fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) | os.O_APPEND)
-    return descriptor
 
 
 class Trace:

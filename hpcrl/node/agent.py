@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from hpcrl.messaging.bootstrap import ENDPOINT
 from hpcrl.messaging.processes import state
-from hpcrl.messaging.trace import DESCRIPTOR, LEAVING, new_page, read_trace
+from hpcrl.messaging.trace import DESCRIPTOR, LEAVING, read_trace
 from hpcrl.node.devices import own_devices
 from hpcrl.node.forks import AdoptedProcess, RankStart, fork_ranks
 from hpcrl.node.host_memory import OutOfMemoryKills
@@ -32,6 +32,7 @@ from hpcrl.run_folder import AGENT, OUTCOME, VERDICT
 from hpcrl.system.clock import AwakeClock
 from hpcrl.system.log import HEADER, UNSHOWN, message_of
 from hpcrl.system.signals import die_with, held_back
+from hpcrl.system.stacks import new_page
 
 if TYPE_CHECKING:
     from hpcrl.messaging.queues import Sender

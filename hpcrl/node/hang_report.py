@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from types import MappingProxyType
 
 from hpcrl.messaging.trace import UnansweredCommand
 from hpcrl.node.stack_requests import RankStack, find_ranks, read_answers, request_stacks
@@ -47,17 +48,19 @@ ANSWERS = re.compile(r"/hpcrl/messaging/queues\.py"), "get"
 IDLE = ("idle", "start", "leave")
 
 
-def frames(stacks: str) -> list[tuple[str, str, str]]:
+def frames(one: RankStack) -> list[tuple[str, str, str]]:
     """(file, line, function) of the main thread's innermost frames."""
-    return FRAME.findall(stacks.partition("\n\n")[0])[:FRAMES]
+    return FRAME.findall(one.stacks.partition("\n\n")[0])[:FRAMES] if one.has_own else []
 
 
 def does(one: RankStack) -> str:
     """For what a rank waits, as far as its activity and its main thread's stack show; else where it is."""
-    found = [frame for frame in frames(one.stacks) if not frame[0].endswith("/threading.py")]
+    found = [frame for frame in frames(one) if not frame[0].endswith(("/threading.py", "/queue.py"))]
     if not found:
         return f"waits for something unknown: {one.missing}"
     file, line, function = found[0]
+    if any(function == write_hang_report.__name__ for _, _, function in found):
+        return "writes the report of the hang"
     if function == NEXT_COMMAND[1] and NEXT_COMMAND[0].search(file):
         return "waits for its next command" + f", while a thread executes code of {one.thread}" * bool(one.thread)
     if function == ANSWERS[1] and ANSWERS[0].search(file) and one.rank == 0:
@@ -72,7 +75,7 @@ def does(one: RankStack) -> str:
 
 def in_collective(one: RankStack) -> bool:
     """Whether a rank's main thread waits for other ranks."""
-    return any(pattern.search(file) for file, _, _ in frames(one.stacks) for pattern, _ in COLLECTIVE)
+    return any(pattern.search(file) for file, _, _ in frames(one) for pattern, _ in COLLECTIVE)
 
 
 def printable(text: str) -> str:
@@ -86,9 +89,9 @@ def describe(one: RankStack, roles: Sequence[str]) -> str:
     beat = f", last heartbeat {one.heartbeat:.0f} s ago" if one.doing else ""
     lines = [
         f"rank {one.rank} ({', '.join(roles) or 'no role'}) on {one.host}, process {one.process}: {did}{beat}",
-        *([does(one)] if one.stacks else []),
+        *([does(one)] if one.has_own else []),
         *([f"process: {one.kernel}"] if one.kernel else []),
-        *([f"no stack: {one.missing}"] if one.missing and not one.stacks else [one.missing] if one.missing else []),
+        *([f"no stack: {one.missing}" if not one.has_own else one.missing] if one.missing else []),
     ]
     return printable("\n".join([lines[0], *(f"  {line}" for line in lines[1:])]) + f"\n\n{one.stacks}".rstrip() + "\n")
 
@@ -113,13 +116,17 @@ def who_waits(
             yield f"{as_ranges(waiting)} {verb} for {as_ranges(causes)} in the same command"
         elif len(waiting) > 1:
             yield f"{as_ranges(waiting)} wait for each other in {command}: compare their stacks"
+    late_ranks = {one.rank for one in unanswered}
+    if idle := [one.rank for one in found.values() if one.rank not in late_ranks and one.doing.startswith("idle")]:
+        verb = "has" if len(idle) == 1 else "have"
+        yield f"{as_ranges(idle)} {verb} answered all commands"
 
 
 def _why_late(late: UnansweredCommand, one: RankStack | None) -> str:
     """Why a rank has not answered by itself; empty if it waits for other ranks."""
     if one is None:
         return "nothing is known about its process"
-    if one.missing and not one.stacks:
+    if one.missing and not one.has_own:
         return one.missing
     if one.heartbeat > SILENT_S:
         return f"no heartbeat for {one.heartbeat:.0f} s: the process does not run, or native code blocks it"
@@ -150,6 +157,7 @@ def write_hang_report(
     *,
     unanswered: Sequence[UnansweredCommand] = (),
     prompts: Sequence[str] = (),
+    responses: Mapping[int, int] = MappingProxyType({}),
     agents: bool = True,
 ) -> str:
     """Write the report; returns its path as a part of a message, or why there is none.
@@ -159,6 +167,7 @@ def write_hang_report(
         roles: Roles of each rank.
         unanswered: What the controller waits for.
         prompts: A line for each pending prompt.
+        responses: Rank -> number of responses that wait there for a reward or an environment.
         agents: Whether agents started the ranks; otherwise only this host's ranks can be asked.
     """
     path, end, done = hang_path(run_dir, attempt), time.monotonic() + BUDGET_S, []
@@ -166,7 +175,7 @@ def write_hang_report(
     def write() -> None:
         try:
             found = _from_agents(run_dir, attempt, len(roles), end - WRITE_S) if agents else _from_this_host(run_dir)
-            text = _compose(run_dir, attempt, why, roles, unanswered, prompts, found)
+            text = _compose(run_dir, attempt, why, roles, unanswered, prompts, responses, found)
             path.parent.mkdir(parents=True, exist_ok=True)
             write_durably(path, text.encode(errors="backslashreplace"))
             done.append(f"stacks of all ranks: {path}")
@@ -201,13 +210,17 @@ def _compose(
     roles: Sequence[Sequence[str]],
     unanswered: Sequence[UnansweredCommand],
     prompts: Sequence[str],
+    responses: Mapping[int, int],
     found: Mapping[int, RankStack],
 ) -> str:
     def name(rank: int) -> str:
         at = f", {found[rank].host}" if rank in found else ""
         return f"rank {rank} ({', '.join(roles[rank]) or 'no role'}{at})"
 
-    waits = list(who_waits(unanswered, found, name)) or ["no command is unanswered: the line above names the cause"]
+    waits = [
+        *who_waits(unanswered, found, name),
+        *(f"{n} responses wait for a reward or an environment of {name(r)}" for r, n in sorted(responses.items())),
+    ] or ["no command is unanswered: the line above names the cause"]
     shown = [*prompts[:SHOWN_PROMPTS], *([f"and {len(prompts) - SHOWN_PROMPTS} more"] * (len(prompts) > SHOWN_PROMPTS))]
     silent = sorted(set(range(len(roles))) - found.keys())
     lines = [

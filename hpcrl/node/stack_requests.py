@@ -28,10 +28,10 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from hpcrl.messaging.processes import RANK_NAME, born
-from hpcrl.messaging.stacks import read_stacks
-from hpcrl.messaging.trace import PAGE_NAME
+from hpcrl.messaging.trace import read_trace
 from hpcrl.run_folder import log_folder, world_folder
 from hpcrl.system.files import write_durably
+from hpcrl.system.stacks import page_of, read_child_stacks, read_stacks
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class RankStack:
         thread: The configuration section whose code another thread executes, or empty.
         kernel: State, system call and kernel function of the process.
         missing: Why there are no stacks, or why they may be incomplete; or empty.
-        stacks: As in hpcrl.messaging.stacks.
+        stacks: As in hpcrl.system.stacks, then those of processes that it has started.
     """
 
     rank: int
@@ -83,14 +83,20 @@ class RankStack:
     @classmethod
     def of(cls, rank: int, pid: int, page: int) -> RankStack:
         """The answer of a process of this host, whose page is the file descriptor `page`."""
-        activity, *told = read_stacks(pid, page)
-        stacks, missing, kernel = told
+        activity = read_trace(page)
+        stacks, missing, kernel = read_stacks(pid, page)
+        stacks = "\n\n".join([stacks, *read_child_stacks(pid)]).strip("\n")
         found = cls(rank, socket.gethostname(), pid, kernel=kernel, missing=missing, stacks=stacks)
         if activity is None:
             return found
         now, doing = time.monotonic(), f"{activity.name} #{activity.seq}" if activity.seq else activity.name
         since, beat = now - activity.since, now - activity.beat
         return replace(found, doing=doing, seconds=since, heartbeat=beat, thread=activity.thread_activity)
+
+    @property
+    def has_own(self) -> bool:
+        """Whether there is a stack of the rank, not only of processes that it has started."""
+        return self.stacks.startswith("main thread")
 
     def text(self) -> str:
         """The content of its file."""
@@ -117,7 +123,7 @@ class RankStack:
             return None
 
 
-class RankProcess(Protocol):
+class AgentRank(Protocol):
     """A rank's process, as its agent knows it."""
 
     pid: int
@@ -134,7 +140,7 @@ class StackAnswers:
         processes: Rank -> its process, which the agent may still be starting.
     """
 
-    def __init__(self, world: Path, logs: Path, pages: Mapping[int, int], processes: Mapping[int, RankProcess]):
+    def __init__(self, world: Path, logs: Path, pages: Mapping[int, int], processes: Mapping[int, AgentRank]):
         self._request, self._answers = world / REQUEST, logs / ANSWERS
         self._pages, self._processes = pages, processes
         self._lock = threading.Lock()
@@ -277,10 +283,10 @@ def find_ranks(run_dir: Path) -> dict[int, LocalRank]:
                 continue
             words = (process / "cmdline").read_bytes().rstrip(b"\0").split(b"\0")
             folder = Path(os.readlink(process / "cwd"), os.fsdecode(words[-1])).resolve()
-            pages = [fd for fd in (process / "fd").iterdir() if os.readlink(fd).startswith(f"/memfd:{PAGE_NAME} ")]
-            if folder == run_dir.resolve() and pages:
+            page = page_of(int(process.name)) if folder == run_dir.resolve() else None
+            if page is not None:
                 rank, age = int(named[1]), int(born(int(process.name)))
-                one = age, LocalRank(int(process.name), pages[0])
+                one = age, LocalRank(int(process.name), page)
                 found[rank] = min(found.get(rank, one), one, key=lambda each: each[0])
     return {rank: one for rank, (_, one) in sorted(found.items())}
 
