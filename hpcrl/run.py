@@ -25,11 +25,13 @@ from hpcrl.cluster.placement import Placement
 from hpcrl.config import Config
 from hpcrl.messaging.bootstrap import ProcessInfo, find_place
 from hpcrl.messaging.processes import rank_name
+from hpcrl.messaging.trace import DESCRIPTOR
 from hpcrl.node.agent import Agent, Verdict
 from hpcrl.node.caches import cache_folders
 from hpcrl.node.devices import BY_BUS, HIDDEN, ORDER, bind_gpus, own_devices, show_peers, visible_gpus
 from hpcrl.node.forks import FORKS, Parent
 from hpcrl.node.gpus import AskedToStopError, GpuNeeds, look, mislisted
+from hpcrl.node.hang_report import write_hang_report
 from hpcrl.node.preflight import preflight, rendezvous_folder, see_run, stopped
 from hpcrl.run_folder import (
     OUTCOME,
@@ -47,6 +49,7 @@ from hpcrl.system.cli import in_shell, use_utf8
 from hpcrl.system.exit_codes import ASKED, SIGNAL_CODES, ExitCode
 from hpcrl.system.files import allow_files, is_storage_error, shield_output, write_durably
 from hpcrl.system.signals import STOPPING, held_back, ignore_signals, noted
+from hpcrl.system.stacks import new_page, register_stacks
 
 logger = logging.getLogger("hpcrl.run")  # not __name__: a program
 
@@ -109,6 +112,7 @@ def run_node(run_dir: Path, attempt: int, node: int, num_nodes: int, signals: Se
         asked = stopped(signals, node=0)
         _say(asked.message)
         return asked.code
+    roles, reports = [layout.roles_of(rank) for rank in range(layout.world_size)], list[str]()
     agent = Agent(
         lambda rank: [sys.executable, "-m", "hpcrl.run", str(run_dir)],
         ranks,
@@ -124,6 +128,7 @@ def run_node(run_dir: Path, attempt: int, node: int, num_nodes: int, signals: Se
         start_s=timeouts.start_s,
         impatient=config.cluster.name == "local",
         parent=[sys.executable, "-m", "hpcrl.run", str(run_dir)],
+        report_hang=lambda cause: reports.append(write_hang_report(run_dir, attempt, f"rank 0 {cause}", roles)),
     )
     try:
         verdict = agent.run()
@@ -133,7 +138,7 @@ def run_node(run_dir: Path, attempt: int, node: int, num_nodes: int, signals: Se
         _say(f"the ranks of this node were ended: {error}", logging.ERROR)
         code = ExitCode.NOT_SAVED
     else:
-        code = _conclude(verdict, layout, run_dir, attempt)
+        code = _conclude(verdict, layout, run_dir, attempt, *reports)
     if 0 in ranks:
         _leave_outcome(world, code)
     return code
@@ -283,8 +288,9 @@ def _start_log(run_dir: Path, place: ProcessInfo) -> None:
         log.start(who, file=file, console="stderr" if place.index else "stdout")
 
 
-def _conclude(verdict: Verdict, layout: RoleLayout, run_dir: Path, attempt: int) -> int:
-    """Print one line for the user if the run failed; return the exit code."""
+def _conclude(verdict: Verdict, layout: RoleLayout, run_dir: Path, attempt: int, hang: str = "") -> int:
+    """Print one line for the user if the run failed; return the exit code. `hang`: about the report of a controller
+    that hung."""
     if verdict.controller_code is None:  # another node's agent reports for the controller
         return ExitCode.DONE if not verdict.lost else ExitCode.RANK_KILLED
     if verdict.controller_code == 0 and 0 not in verdict.lost:
@@ -301,7 +307,7 @@ def _conclude(verdict: Verdict, layout: RoleLayout, run_dir: Path, attempt: int)
         message = f"ended by {signal.Signals(number).name} before a step boundary"
     else:
         code = ExitCode.DEADLINE if 0 in verdict.silent else ExitCode.RANK_KILLED
-        message = f"rank 0 ({', '.join(layout.roles_of(0))}) is lost: {verdict.lost[0]}"
+        message = f"rank 0 ({', '.join(layout.roles_of(0))}) is lost: {verdict.lost[0]}" + f"; {hang}" * bool(hang)
     if code in ASKED:
         _say(message, logging.INFO)
     else:
@@ -350,6 +356,9 @@ def main() -> int:
             return run_node(run_dir, attempt, place.node, place.num_nodes, signals)
     shield_output()
     _start_log(run_dir, place)
+    if place.launcher != "agent":
+        os.environ[DESCRIPTOR] = str(new_page())  # for `hpcrl stacks --local`
+    register_stacks(int(os.environ[DESCRIPTOR]))
     if place.index != 0:  # rank 0 and an agent handle them
         ignore_signals()
     return run_rank(run_dir, place)

@@ -35,6 +35,7 @@ from hpcrl.run_folder import (
     SLURM,
     SUBMITTED,
     VERDICT,
+    hang_path,
     lives_as_job,
     process_lives,
     read_finished,
@@ -164,6 +165,8 @@ def describe(run_dir: Path, job: slurm.Job | None, now: float) -> str:
     rows += [("samples", text) for text in _sample_errors(run)]
     if error := last_error(run):
         rows.append(("error", error))
+    if (hang := hang_path(run_dir, run.attempt)).is_file():
+        rows.append(("hang", f"{hang}: who waited for whom, and all stacks"))
     if obstacle := run.obstacle:
         rows.append(("config", f"roles and times are not shown: {obstacle}"))
     return "\n".join(f"{name:<9}{text}" for name, text in rows)

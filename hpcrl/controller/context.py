@@ -23,6 +23,7 @@ from hpcrl.metrics.log import MetricsLog, read_metrics
 from hpcrl.metrics.plot import plot as draw_plot
 from hpcrl.metrics.progress import summary
 from hpcrl.metrics.stats import Stats, flatten, merge
+from hpcrl.rollout.loop import PendingPrompt
 from hpcrl.system.cli import in_shell
 from hpcrl.timeline.recorder import Recorder
 
@@ -87,6 +88,10 @@ class Run:
                 raise Stopped(
                     self.guard.stop_signal, f"stopped by {why} after step {step}, {_what_is_saved(step, saved)}"
                 )
+
+    def pending_prompts(self) -> list[PendingPrompt]:
+        """The prompts that are being generated or scored, oldest first."""
+        return self._data.pending() if isinstance(self._data, Rollouts) else []
 
     def stop(self, signal_number: int) -> None:
         """End the run at the next step boundary because of a signal; safe in a signal handler."""

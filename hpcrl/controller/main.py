@@ -6,6 +6,7 @@ import functools
 import json
 import logging
 import signal
+from collections import Counter
 from collections.abc import Collection
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from hpcrl.messaging.dispatcher import Controller, RankFailed, RankLost, RankSil
 from hpcrl.messaging.messages import BuildRole, Failed
 from hpcrl.messaging.queues import ControlError
 from hpcrl.messaging.world import World
+from hpcrl.node.hang_report import write_hang_report
 from hpcrl.rollout.loop import BackgroundError
 from hpcrl.rollout.scheduling.scheduler import RolloutExhausted
 from hpcrl.run_folder import OWNERS, VERDICT, SupersededError, check_owner, finish_run
@@ -97,9 +99,22 @@ def control(
         return _tell(world, SIGNAL_CODES.get(stopped.signal_number, ExitCode.REQUEUE), str(stopped))
     except Exception as error:
         logger.error("the run ends", exc_info=True)
+        code, message = _explain(error, built=isinstance(run, Run))
+        if code is ExitCode.DEADLINE:
+            pending = run.pending_prompts() if isinstance(run, Run) else []
+            report = write_hang_report(
+                run_dir,
+                attempt,
+                message,
+                [layout.roles_of(rank) for rank in range(world.size)],
+                unanswered=controller.unanswered(),
+                prompts=[str(prompt) for prompt in pending],
+                responses=sum((Counter(prompt.at) for prompt in pending), Counter[int]()),
+                agents=world.place.launcher == "agent",
+            )
+            message = f"{message}; {report}"
         if run is not None:
             _tell_hints(run.close(within_s=LAST_WORDS_S))
-        code, message = _explain(error, built=isinstance(run, Run))
         if not (run_dir / OWNERS).is_dir():
             code, message = ExitCode.NOT_SAVED, f"{run_dir} was removed or moved while the run used it: {message}"
         if code is ExitCode.NOT_SAVED and isinstance(run, Run):

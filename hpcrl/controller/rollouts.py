@@ -15,7 +15,7 @@ from hpcrl.controller.clients import RolloutTransfer, Trainer, timed
 from hpcrl.controller.generation import training_sampling
 from hpcrl.data import PromptSource
 from hpcrl.metrics.stats import Stat, Stats, merge, scalar
-from hpcrl.rollout.loop import CollectedRollouts, RolloutLoop
+from hpcrl.rollout.loop import CollectedRollouts, PendingPrompt, RolloutLoop
 from hpcrl.rollout.scheduling.policies import SchedulerConfig
 from hpcrl.rollout.scheduling.scheduler import RolloutExhausted, RolloutScheduler
 from hpcrl.rollout.store import OutcomeRecord, write_outcomes
@@ -96,6 +96,10 @@ class Rollouts:
                 values = decoupling.rewards(self._prompts[group.uid].domain, group.samples)
                 found |= zip((sample.id for sample in group.samples), values, strict=True)
         return found
+
+    def pending(self) -> list[PendingPrompt]:
+        """The started prompts whose groups are incomplete, also of validation, oldest first."""
+        return self._loop.pending()
 
     def store(self, batch: BatchHandle, trainer: Trainer) -> None:
         """Write the step's rollouts and its prompts' outcomes if rollout.save_rollouts. Raises before writing if

@@ -32,6 +32,7 @@ from hpcrl.envs.processes import CLOSE_S, MAX_BYTES, PID, EnvCall, EnvReturned, 
 from hpcrl.rewards.serving.guarded import describe
 from hpcrl.system.scratch import own_folder, remove_tree
 from hpcrl.system.signals import adopt_orphans, die_with, let_signals_pass
+from hpcrl.system.stacks import new_page, register_stacks
 
 
 def main() -> None:
@@ -39,6 +40,7 @@ def main() -> None:
     die_with(int(sys.argv[1]))
     adopt_orphans()
     let_signals_pass()
+    register_stacks(new_page())
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps ended children
     control = socket.socket(fileno=int(sys.argv[2]))
     config, section = EnvConfig.model_validate_json(read(control)), read(control).decode()

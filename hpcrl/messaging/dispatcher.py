@@ -25,6 +25,7 @@ from hpcrl.messaging.messages import (
     Shutdown,
 )
 from hpcrl.messaging.queues import ReaderLost
+from hpcrl.messaging.trace import UnansweredCommand
 from hpcrl.messaging.world import World, rank_queue
 from hpcrl.system.clock import AwakeClock
 from hpcrl.timeline.recorder import Recorder
@@ -202,6 +203,17 @@ class Controller:
         for rank in ranks:
             self._lose(Lost(rank, cause, silent=True))
 
+    def unanswered(self) -> list[UnansweredCommand]:
+        """Of every rank that owes an answer, the oldest command, in which it is or waits for a peer."""
+        now, found = self._clock.now(), dict[int, UnansweredCommand]()
+        for (rank, seq), one in sorted(self._outstanding.items(), key=lambda item: item[0]):
+            found.setdefault(rank, UnansweredCommand(rank, one.name, seq, now - self._begun(rank, one)))
+        return list(found.values())
+
+    def _begun(self, rank: int, outstanding: _Outstanding) -> float:
+        """When a rank began a command at the earliest: it works in order."""
+        return max(outstanding.since, self._answered.get(rank, 0.0))
+
     def shut_down(self) -> None:
         """Send Shutdown to every other rank and wait for the answers. This rank hosts the store, so it exits last."""
         self.call({rank: Shutdown() for rank in range(self._world.size) if rank != self._world.rank})
@@ -336,9 +348,7 @@ class Controller:
                 del self._unreached[rank]
                 self._lose(Lost(rank, unreached.why, silent=not unreached.closed))
         self._world.trace.report_progress()
-        begun = {
-            (rank, seq): max(o.since, self._answered.get(rank, 0.0)) for (rank, seq), o in self._outstanding.items()
-        }
+        begun = {key: self._begun(key[0], o) for key, o in self._outstanding.items()}
         late = [(key, o) for key, o in self._outstanding.items() if now - begun[key] > o.allowed_s]
         if not late:
             return

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Literal
 
 STATE, BORN = 0, 19  # fields of /proc/PID/stat after the name, which may contain any bytes
+RANK_NAME = re.compile(r"hpcrl-rank-(\d+)")
+"""What rank_name() gives."""
 
 
 def born(pid: int) -> str:

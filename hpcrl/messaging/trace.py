@@ -1,7 +1,8 @@
 """A rank's current activity, readable by its node agent even if the rank is stuck or dead.
 
-Each rank maps a memory page that its agent has created. The main thread records the command it executes; a daemon
-thread records a heartbeat once a second. No file system is involved, so a stalled one does not stop the heartbeat.
+Each rank maps a memory page (hpcrl.system.stacks) that its agent has created. The main thread records the command it
+executes; a daemon thread records a heartbeat once a second. No file system is involved, so a stalled one does not stop
+the heartbeat.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _BEAT, _SINCE, _SEQ, _ACTIVITY, _THREAD_ACTIVITY = (
 )  # numbers in units of eight bytes
 BEAT_EVERY_S = 1.0
 DESCRIPTOR = "HPCRL_TRACE"
-"""Environment variable of a rank that has an agent: the page's file descriptor."""
+"""Environment variable of a rank: its page's file descriptor."""
 LEAVING = "leave"
 """The activity of a rank that may exit; a process that ends in any other activity has unfinished work."""
 
@@ -40,15 +41,17 @@ class Activity(NamedTuple):
     thread_activity: str = ""
 
 
-def new_page() -> int:
-    """File descriptor of an empty page, inherited by the rank that writes to it."""
-    descriptor = os.memfd_create("hpcrl trace")
-    os.truncate(descriptor, _LAYOUT.size)
-    return descriptor
+class UnansweredCommand(NamedTuple):
+    """What rank 0 knows about a rank: the oldest command that it has not answered, its number, and since when."""
+
+    rank: int
+    command: str
+    seq: int
+    seconds: float
 
 
 class Trace:
-    """The writing side; one per rank process. `descriptor` is the agent's page, None without an agent."""
+    """The writing side; one per rank process. `descriptor` is its page; None: a page that nobody else reads."""
 
     def __init__(self, descriptor: int | None = None):
         self.doing = "start"
@@ -62,7 +65,7 @@ class Trace:
 
     @classmethod
     def of_process(cls, environ: Mapping[str, str] = os.environ) -> Trace:
-        """The trace of this rank, read by its agent if it has one."""
+        """The trace of this rank, on the page that DESCRIPTOR names."""
         descriptor = environ.get(DESCRIPTOR)
         return cls(int(descriptor) if descriptor is not None else None)
 

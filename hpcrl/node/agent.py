@@ -23,14 +23,16 @@ from typing import TYPE_CHECKING
 
 from hpcrl.messaging.bootstrap import ENDPOINT
 from hpcrl.messaging.processes import state
-from hpcrl.messaging.trace import DESCRIPTOR, LEAVING, new_page, read_trace
+from hpcrl.messaging.trace import DESCRIPTOR, LEAVING, read_trace
 from hpcrl.node.devices import own_devices
 from hpcrl.node.forks import AdoptedProcess, RankStart, fork_ranks
 from hpcrl.node.host_memory import OutOfMemoryKills
+from hpcrl.node.stack_requests import StackAnswers, prepare_requests
 from hpcrl.run_folder import AGENT, OUTCOME, VERDICT
 from hpcrl.system.clock import AwakeClock
 from hpcrl.system.log import HEADER, UNSHOWN, message_of
 from hpcrl.system.signals import die_with, held_back
+from hpcrl.system.stacks import new_page
 
 if TYPE_CHECKING:
     from hpcrl.messaging.queues import Sender
@@ -79,6 +81,7 @@ class Agent:
         start_s: The same limit for a rank that has not sent its first heartbeat.
         impatient: Whether a repeated signal ends all ranks at once.
         parent: Command of a process that forks the ranks (hpcrl.node.forks); empty: each rank runs its own command.
+        report_hang: Called with the cause before the controller is killed because it hangs; takes a few seconds.
     """
 
     def __init__(
@@ -97,6 +100,7 @@ class Agent:
         start_s: float,
         impatient: bool = True,
         parent: Sequence[str] = (),
+        report_hang: Callable[[str], None] = lambda cause: None,
     ):
         self._parent = parent
         self._argv, self._ranks, self._environ, self._gpus = argv, ranks, environ, gpus
@@ -109,6 +113,8 @@ class Agent:
         self._earlier_outcome: int | None = None
         self._clock = AwakeClock(min(silent_s, stopped_s, start_s))  # polled by _watch
         self._pages = {rank: new_page() for rank in ranks}
+        self._stacks = StackAnswers(world_folder, logs, self._pages, self._processes)
+        self._report_hang = report_hang
         self._beats: dict[int, tuple[float, float]] = {}  # rank -> its last heartbeat, and when this was first seen
         self._runs: dict[int, float] = {}  # rank -> when it was last seen not stopped
         self._kills = OutOfMemoryKills.now()
@@ -128,6 +134,7 @@ class Agent:
             self._start_all()
             processes = ", ".join(f"{rank} (pid {process.pid})" for rank, process in self._processes.items())
             logger.info("started rank %s", processes, extra=UNSHOWN)
+            self._stacks.start()  # the process has one thread while it starts ranks
             self._watch(verdict)
         finally:
             self._end_all(verdict)
@@ -139,6 +146,7 @@ class Agent:
         if 0 in self._ranks:
             for name in (ENDPOINT, VERDICT):
                 (self._folder / name).unlink(missing_ok=True)
+            prepare_requests(self._folder)
 
     def _outcome(self) -> int | None:
         """Identity of the record that rank 0's agent writes at the end of the run; None without one."""
@@ -245,13 +253,13 @@ class Agent:
                 self._runs[rank] = now
             elif now - self._runs.setdefault(rank, now) > self._stopped_s:
                 silent[rank] = f"was stopped (SIGSTOP) for {now - self._runs[rank]:.0f} s"
-                _kill_group(process.pid)
+                self._kill(rank, silent[rank])
                 continue
             activity = read_trace(self._pages[rank])
             if activity is None:
                 if now - started > self._start_s:
                     silent[rank] = f"did not start within {self._start_s:g} s"
-                    _kill_group(process.pid)
+                    self._kill(rank, silent[rank])
                 continue
             if self._beats.get(rank, (0.0, 0.0))[0] != activity.beat:
                 self._beats[rank] = activity.beat, now
@@ -262,7 +270,14 @@ class Agent:
             elif rank == 0 and now - self._got_on[1] > STUCK * self._silent_s:  # only the agent watches the controller
                 silent[rank] = f"made no progress for {now - self._got_on[1]:.0f} s"
             if rank in silent:
-                _kill_group(process.pid)
+                self._kill(rank, silent[rank])
+
+    def _kill(self, rank: int, cause: str) -> None:
+        """Kill a rank that hangs; its stacks are kept. The controller's end is the run's, so it is reported before."""
+        self._stacks.keep(rank)
+        if rank == 0:
+            self._report_hang(cause)
+        _kill_group(self._processes[rank].pid)
 
     def _ran_away(self, rank: int) -> bool:
         """Whether a rank that ended with code 0 had not finished: user code may have ended its process."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -36,6 +37,29 @@ class BackgroundError(RuntimeError):
 
 
 @dataclass
+class PendingPrompt:
+    """A prompt whose group is incomplete.
+
+    Args:
+        age_s: Seconds since it was drawn; None if an earlier attempt of the run drew it.
+        done: Number of its responses that are done, of `total`.
+        at: Rank of a scorer or environment -> number of responses that wait for its answer.
+    """
+
+    uid: int
+    domain: str
+    age_s: float | None
+    done: int
+    total: int
+    at: Mapping[int, int]
+
+    def __str__(self) -> str:
+        age = "drawn by an earlier attempt" if self.age_s is None else f"drawn {self.age_s:.0f} s ago"
+        told = f"prompt {self.uid} ({self.domain}), {age}: {self.done} of {self.total} responses done"
+        return told + "".join(f", {number} at rank {rank}" for rank, number in sorted(self.at.items()))
+
+
+@dataclass
 class _Stream:
     """A running scheduler, with the source of its prompts and its unread events."""
 
@@ -44,6 +68,7 @@ class _Stream:
     draw: Callable[[int], list[Prompt]]
     sampling: messages.Sampling
     arrived: list[events.SchedulerEvent] = field(default_factory=list)
+    drawn: dict[int, float] = field(default_factory=dict)  # uid -> when its prompt was drawn
     stats: list[Stats] = field(default_factory=list)
 
 
@@ -131,6 +156,7 @@ class RolloutLoop:
         if self.timeline is not None:
             validation = bool(groups) and groups[0].uid >= FIRST_VALIDATION_UID
             self.timeline.waited("validation" if validation else "rollouts", began)
+        stream.drawn = {uid: at for uid, at in stream.drawn.items() if uid in stream.prompts}
         sizes = {s.id: self._replicas[s.replica].sizes.pop(s.id) for group in groups for s in group.samples}
         stats, stream.stats = merge([*stream.stats, {"time/step_reward_wait": scalar(self._waited_s)}]), []
         if not scheduler.generates_ahead:
@@ -176,6 +202,7 @@ class RolloutLoop:
         stream.prompts.update((prompt.uid, prompt) for prompt in fresh)
         if fresh and self.timeline is not None:
             self.timeline.drawn((prompt.uid, prompt.domain) for prompt in fresh)
+        stream.drawn.update(dict.fromkeys((prompt.uid for prompt in fresh), time.monotonic()))
         stream.scheduler.add_prompts(prompt.uid for prompt in fresh)
         commands = stream.scheduler.plan()
         for command in commands:
@@ -225,6 +252,16 @@ class RolloutLoop:
     def _on_their_way(self) -> bool:
         """Whether a decode chunk or an answer is outstanding."""
         return any(replica.num_chunks for replica in self._replicas.values()) or self._awaited.pending
+
+    def pending(self) -> list[PendingPrompt]:
+        """The started prompts whose groups are incomplete, oldest first."""
+        now, found = time.monotonic(), []
+        for stream in self._streams:
+            for uid, done, total in stream.scheduler.started():
+                age_s = now - stream.drawn[uid] if uid in stream.drawn else None
+                at = Counter(self._awaited.receivers_of(uid))
+                found.append(PendingPrompt(uid, stream.prompts[uid].domain, age_s, done, total, at))
+        return sorted(found, key=lambda prompt: -(prompt.age_s or 0.0))
 
     def sizes(self, groups: Iterable[events.Group]) -> dict[int, Sizes]:
         """Sample sizes of groups that were not taken yet."""

@@ -61,6 +61,14 @@ class PendingAnswers:
         """The samples reported by their replica for which `at` is true."""
         return [sample for sample, away in self._samples.items() if away.replica >= 0 and at(away)]
 
+    def receivers_of(self, uid: int) -> list[int]:
+        """Of each of a prompt's samples whose answer is outstanding, the rank that has it."""
+        return [
+            away.receiver
+            for sample, away in self._samples.items()
+            if split_sample_id(sample)[0] == uid and away.receiver is not None and not away.awaits_group
+        ]
+
     def awaiting_group(self) -> list[int]:
         """Samples that wait at a scorer for their group, ascending, even if their replica has not reported them yet."""
         return sorted(sample for receiver in self._receivers.values() for sample in receiver.holding)

@@ -35,6 +35,11 @@ def log_folder(run_dir: Path, attempt: int) -> Path:
     return run_dir / LOGS / f"attempt_{attempt:04d}"
 
 
+def hang_path(run_dir: Path, attempt: int) -> Path:
+    """The report of the hang that ended an attempt, if one did (hpcrl.node.hang_report)."""
+    return log_folder(run_dir, attempt) / "hang.txt"
+
+
 def record_submission(run_dir: Path, jobs: Sequence[int], cluster: str = "") -> None:
     """Record the jobs that will run the next attempts, in order, and the name of their cluster."""
     told = {"jobs": list(jobs), "cluster": cluster, "at": now()}

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.messaging.trace import Activity, Trace, new_page, read_trace
+from hpcrl.messaging.trace import Activity, Trace, read_trace
+from hpcrl.system.stacks import new_page
 
 WRITER = """
 import sys

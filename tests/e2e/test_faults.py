@@ -137,8 +137,15 @@ def test_dead_or_stopped_ranks_end_the_run_which_then_resumes(runs: Runs) -> Non
     start = runs.running("run", past=step)
     assert f"resumed from step_{step:06d}" in start.text
     os.kill(start.ranks[1], signal.SIGSTOP)
-    cause = r"rank 1 \(trainer, .*was stopped \(SIGSTOP\) for \d+ s in \w+"
+    cause = (
+        r"rank 1 \(trainer, .*was stopped \(SIGSTOP\) for \d+ s in \w+.*; stacks of all ranks: .*/hang\.txt \(logs: "
+    )
     assert_ended(start, ExitCode.DEADLINE, cause, within_s=STORE_S)
+    report = (run_dir / "logs" / "attempt_0002" / "hang.txt").read_text()
+    assert re.search(
+        r"\nrank 1 \(trainer, .*\n  process: stopped by a signal.*\n  no stack: the process is stopped", report
+    )
+    assert len(re.findall(r"^main thread", report, re.M)) >= 2, "the controller, and rank 2"
 
     start = runs.running("run", past=newest(run_dir))
     os.kill(start.ranks[0], signal.SIGKILL)

@@ -129,6 +129,19 @@ STEPWISE = AlgorithmSpec(
     objective=POLICY_GRADIENT,
 )
 
+STUCK = AlgorithmSpec(
+    about="The same, but it hangs.",
+    section=PolicyLoss,
+    make="tests.e2e.stuck_advantage:StuckAdvantage",
+    objective=POLICY_GRADIENT,
+)
+
+
+def slow_reward(data_source: str, solution_str: str, ground_truth: str) -> float:
+    """Never scores a response."""
+    time.sleep(3600)
+    return 0.0
+
 
 def of_two_domains(items: Sequence[RewardItem], folder: str, fast: int) -> list[float]:
     """Records domain and reward rank of every response. The first of domain slow ends its reward rank, all others of it

@@ -21,6 +21,7 @@ from hpcrl.rewards.serving.guarded import score_each, score_each_async, sendable
 from hpcrl.rewards.serving.protocol import LENGTH, Answer, Begin, ItemScore, Ready, pack, read_chunk
 from hpcrl.system import log
 from hpcrl.system.signals import die_with, let_signals_pass
+from hpcrl.system.stacks import new_page, register_stacks
 
 MAX_EXTRACTED_CHARS = 200
 
@@ -29,6 +30,7 @@ def main() -> None:
     """Serve until the pipe is closed."""
     die_with(int(sys.argv[1]))
     let_signals_pass()
+    register_stacks(new_page())
     source, sink = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)

@@ -209,6 +209,10 @@ class RolloutScheduler:
         """Valid groups that wait to be taken."""
         return [group.frozen() for group in self._selection.valid.values()]
 
+    def started(self) -> list[tuple[int, int, int]]:
+        """(uid, number of done samples, number of samples) of the groups without a verdict."""
+        return [(group.uid, group.num_done, len(group.samples)) for group in self._open.values()]
+
     @property
     def generates_ahead(self) -> bool:
         """Whether replicas may generate between two steps."""

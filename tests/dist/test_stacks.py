@@ -1,0 +1,357 @@
+"""Stacks of processes that compute, hang in native code, are stopped or have ended, and requests for them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hpcrl.messaging.trace import UnansweredCommand
+from hpcrl.node.hang_report import as_ranges, describe, does, who_waits, write_hang_report
+from hpcrl.node.stack_requests import (
+    ANSWERS,
+    KILLED,
+    REQUEST,
+    RankStack,
+    StackAnswers,
+    answer_path,
+    prepare_requests,
+    read_answers,
+    request_stacks,
+)
+from hpcrl.run_folder import hang_path, log_folder, world_folder
+from hpcrl.system.stacks import ALL_THREADS, new_page, read_stacks
+
+pytestmark = pytest.mark.timeout(60)
+
+PROGRAM = """
+import os, sys, threading, time
+from hpcrl.messaging.trace import Trace
+from hpcrl.system.stacks import register_stacks
+page = int(sys.argv[1])
+def a_worker(): time.sleep(100)
+def native_with_the_lock(): max(iter(int, 1))
+def waits_for_a_child():
+    if not os.fork(): in_the_child()
+    os.wait()
+def in_the_child(): time.sleep(100)
+def computes():
+    while True: sum(range(100))
+register_stacks(page)
+Trace(page).enter("UpdateWeights", 41)
+for _ in range(int(sys.argv[3])): threading.Thread(target=a_worker, daemon=True).start()
+print("up", flush=True)
+globals()[sys.argv[2]]()
+"""
+
+
+class Hanging:
+    """A process that executes a function of PROGRAM."""
+
+    def __init__(self, function: str, num_threads: int = 0):
+        self.page = new_page()
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, str(self.page), function, str(num_threads)],
+            pass_fds=[self.page],
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+        )
+        assert self.process.stdout is not None
+        assert self.process.stdout.readline() == b"up\n"
+        time.sleep(0.05)
+
+    def end(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.communicate()
+        os.close(self.page)
+
+
+@pytest.fixture
+def hanging(request: pytest.FixtureRequest) -> Iterator[Hanging]:
+    one = Hanging(*request.param)
+    yield one
+    one.end()
+
+
+@pytest.mark.parametrize(
+    ("hanging", "function"),
+    [(("computes", 2), "computes"), (("native_with_the_lock", 2), "native_with_the_lock")],
+    indirect=["hanging"],
+    ids=["in Python", "in native code that holds the interpreter lock"],
+)
+def test_the_main_thread_comes_first_and_a_second_request_shows_only_new_stacks(
+    hanging: Hanging, function: str
+) -> None:
+    for _ in range(3):
+        found = read_stacks(hanging.process.pid, hanging.page, 20)
+        assert found.missing == "" and found.kernel == "runs"
+        threads = found.stacks.split("\n\n")
+        assert threads[0].startswith("main thread (most recent call first):\n") and f"in {function}" in threads[0]
+        assert sum("in a_worker" in thread for thread in threads[1:]) == 2
+        assert sum("in _beat_forever" in thread for thread in threads[1:]) == 1
+        assert len(threads) == 4 and "_bootstrap" not in found.stacks
+    assert hanging.process.poll() is None
+
+
+@pytest.mark.parametrize("hanging", [("computes", 150)], indirect=True)
+def test_the_main_thread_is_shown_among_more_threads_than_faulthandler_writes(hanging: Hanging) -> None:
+    threads = read_stacks(hanging.process.pid, hanging.page, 20).stacks.split("\n\n")
+    assert threads[0].startswith("main thread") and "in computes" in threads[0]
+    assert len(threads) == 102 and threads[-1] == "further threads are not shown"
+
+
+@pytest.mark.parametrize("hanging", [("computes",)], indirect=True)
+def test_a_stopped_process_and_one_that_has_ended_give_a_reason_instead(hanging: Hanging) -> None:
+    os.kill(hanging.process.pid, signal.SIGSTOP)
+    while read_stacks(hanging.process.pid, hanging.page).missing != "the process is stopped by a signal":
+        time.sleep(0.01)
+    began = time.monotonic()
+    assert read_stacks(hanging.process.pid, hanging.page).stacks == ""
+    assert time.monotonic() - began < 0.5
+    os.kill(hanging.process.pid, signal.SIGCONT)
+    assert "in computes" in read_stacks(hanging.process.pid, hanging.page, 20).stacks
+    hanging.process.kill()
+    hanging.process.wait()
+    assert read_stacks(hanging.process.pid, hanging.page).missing == "the process has ended"
+
+
+def test_a_process_that_has_not_registered_gets_no_signal() -> None:
+    """The signal would end it."""
+    page = new_page()
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"]) as process:
+        found = read_stacks(process.pid, page)
+        assert found.stacks == "" and "not come as far" in found.missing
+        time.sleep(0.1)
+        assert process.poll() is None
+        process.kill()
+    os.close(page)
+    assert signal.SIGRTMIN + 2 < ALL_THREADS < signal.SIGRTMAX - 10
+
+
+@pytest.mark.parametrize("hanging", [("waits_for_a_child",)], indirect=True)
+def test_stacks_of_child_processes_follow(hanging: Hanging) -> None:
+    found = RankStack.of(3, hanging.process.pid, hanging.page)
+    own, _, child = found.stacks.partition("child process ")
+    assert "in waits_for_a_child" in own.split("\n\n")[0] and "in in_the_child" not in own
+    assert "in in_the_child" in child and child.split()[1].startswith("(python")
+    assert (found.rank, found.doing, found.process) == (3, "UpdateWeights #41", hanging.process.pid)
+
+
+class Attempt:
+    """A run folder with the agent's answers for two ranks: the first computes, the second is stopped."""
+
+    def __init__(self, folder: Path):
+        self.run_dir, self.world = folder, world_folder(folder, 1)
+        self.world.mkdir(parents=True)
+        self.ranks = [Hanging("computes"), Hanging("computes")]
+        os.kill(self.ranks[1].process.pid, signal.SIGSTOP)
+        pages = {rank: one.page for rank, one in enumerate(self.ranks)}
+        processes = {rank: one.process for rank, one in enumerate(self.ranks)}
+        prepare_requests(self.world)
+        self.answers = StackAnswers(self.world, log_folder(folder, 1), pages, processes)
+        self.answers.start()
+
+    def answered(self, folder: Path, *ranks: int, within_s: float = 20) -> dict[int, RankStack]:
+        end = time.monotonic() + within_s
+        while len(found := read_answers(folder, ranks)) < len(ranks) and time.monotonic() < end:
+            time.sleep(0.02)
+        return found
+
+
+@pytest.fixture
+def attempt(tmp_path: Path) -> Iterator[Attempt]:
+    one = Attempt(tmp_path)
+    yield one
+    for rank in one.ranks:
+        rank.end()
+
+
+@pytest.mark.slow
+def test_requests_are_answered_once_by_files(attempt: Attempt) -> None:
+    folder = request_stacks(attempt.run_dir, 1)
+    found = attempt.answered(folder, 0, 1)
+    assert "in computes" in found[0].stacks and does(found[0]).startswith("is in computes (<string>, line ")
+    assert found[1].missing == "the process is stopped by a signal" and found[1].doing == "UpdateWeights #41"
+    assert sorted(path.name for path in folder.iterdir()) == ["rank_0000.txt", "rank_0001.txt"]
+    second = request_stacks(attempt.run_dir, 1, [1])
+    assert list(attempt.answered(second, 1)) == [1]
+    assert [path.name for path in second.iterdir()] == ["rank_0001.txt"]
+    attempt.ranks[1].process.kill()
+    attempt.ranks[1].process.wait()
+    third = attempt.answered(request_stacks(attempt.run_dir, 1, [1]), 1)
+    assert third[1].missing == "the process has ended with exit code -9"
+
+
+def test_the_stack_of_a_killed_rank_is_kept(attempt: Attempt) -> None:
+    attempt.answers.keep(0)
+    attempt.ranks[0].process.kill()
+    attempt.ranks[0].process.wait()
+    assert "in computes" in attempt.answered(request_stacks(attempt.run_dir, 1), 0)[0].stacks
+    kept = attempt.answered(log_folder(attempt.run_dir, 1) / ANSWERS / KILLED, 0)
+    assert "in computes" in kept[0].stacks
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "content",
+    [
+        "not JSON",
+        '{"id": "../../../../tmp/elsewhere"}',
+        '{"id": "20261130T064501-0123abcd", "ranks": "all"}',
+        '{"id": "20261130T064501-0123abcd", "ranks": ' + "[" * 60000,
+    ],
+)
+def test_damaged_and_hostile_requests_are_ignored(
+    attempt: Attempt, content: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    (attempt.world / REQUEST).write_text(content)
+    while "is no request for stacks" not in caplog.text:
+        time.sleep(0.02)
+    assert not log_folder(attempt.run_dir, 1).exists()
+    assert attempt.answered(request_stacks(attempt.run_dir, 1), 0), "the next request is answered"
+
+
+@pytest.mark.slow
+def test_requests_that_are_no_regular_file_do_not_block(attempt: Attempt) -> None:
+    (attempt.world / REQUEST).unlink()
+    os.mkfifo(attempt.world / REQUEST)
+    time.sleep(1.2)
+    (attempt.world / REQUEST).unlink()
+    (attempt.world / REQUEST).symlink_to("/dev/zero")
+    time.sleep(1.2)
+    assert attempt.answered(request_stacks(attempt.run_dir, 1), 0)
+
+
+def test_a_request_of_another_user_is_ignored(
+    attempt: Attempt, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    own = os.geteuid()
+    folder = request_stacks(attempt.run_dir, 1)
+    attempt.answered(folder, 0)
+    monkeypatch.setattr(os, "geteuid", lambda: own + 1)
+    with pytest.raises(PermissionError, match=r"belongs to user .*, whose agents answer only to that user"):
+        request_stacks(attempt.run_dir, 1)
+    while f"is not a file of user {own + 1}, but of user {own}" not in caplog.text:
+        time.sleep(0.02)
+
+
+def test_answers_survive_writing_and_damaged_ones_are_none(tmp_path: Path) -> None:
+    one = RankStack(
+        3, "node02", 17, "UpdateWeights #41", 61.25, 0.5, "reward.math", "sleeps", "", "main thread:\n x\n\ny"
+    )
+    path = answer_path(tmp_path, 3)
+    path.write_text(one.text())
+    read = RankStack.read(path)
+    assert read is not None and (read.doing, read.stacks, read.seconds) == (one.doing, one.stacks, 61.2)
+    for damaged in ("", "rank: 3\n", one.text().replace("61.2", "long"), one.text()[:40]):
+        path.write_text(damaged)
+        assert RankStack.read(path) is None
+    assert RankStack.read(answer_path(tmp_path, 4)) is None
+
+
+COLLECTIVE = """main thread (most recent call first):
+  File "/site/torch/distributed/distributed_c10d.py", line 9 in all_reduce
+  File "/hpcrl/workers/trainer.py", line 3 in step"""
+WORKS = """main thread (most recent call first):
+  File "/home/me/reward.py", line 7 in score"""
+NEXT = """main thread (most recent call first):
+  File "/usr/lib/threading.py", line 331 in wait
+  File "/site/hpcrl/workers/rank_loop.py", line 95 in serve"""
+
+
+def of(rank: int, doing: str, stacks: str = "", missing: str = "", heartbeat: float = 0.5) -> RankStack:
+    return RankStack(rank, f"node{rank:02d}", 100 + rank, doing, 61.0, heartbeat, "", "sleeps", missing, stacks)
+
+
+def said(unanswered: list[tuple[int, str, int]], *found: RankStack) -> list[str]:
+    late = [UnansweredCommand(*one, 61.0) for one in unanswered]
+    return list(who_waits(late, {one.rank: one for one in found}, lambda rank: f"rank {rank}"))
+
+
+def test_who_waits_for_whom() -> None:
+    update = [(rank, "UpdateWeights", 40 + rank) for rank in range(4)]
+    waiting = [of(rank, f"UpdateWeights #{40 + rank}", COLLECTIVE) for rank in range(4)]
+    began = "has been in UpdateWeights #43 for 61 s:"
+    assert said(update, *waiting)[-1] == "ranks 0-3 wait for each other in UpdateWeights: compare their stacks"
+
+    works = said(update, *waiting[:3], of(3, "UpdateWeights #43", WORKS))
+    assert works[0] == "rank 0 has been in UpdateWeights #40 for 61 s: it waits for other ranks"
+    assert works[3:] == [
+        f"rank 3 {began} it is in score (/home/me/reward.py, line 7)",
+        "ranks 0-2 wait for rank 3 in the same command",
+    ]
+    behind = said(update, *waiting[:3], of(3, "TrainStep #42", WORKS))
+    assert behind[3].startswith(
+        f"rank 3 {began} it has not begun it, but been in TrainStep #42 for 61 s, and is in score"
+    )
+    stopped = said(update, *waiting[:3], of(3, "UpdateWeights #43", missing="the process is stopped by a signal"))
+    assert stopped[3:] == [f"rank 3 {began} the process is stopped by a signal", behind[4]]
+    silent = said(update, *waiting[:3], of(3, "UpdateWeights #43", COLLECTIVE, heartbeat=30.0))
+    assert silent[3].startswith(f"rank 3 {began} no heartbeat for 30 s")
+    assert said(update, *waiting[:3])[3:] == [f"rank 3 {began} nothing is known about its process", behind[4]]
+    idle = said([(1, "DecodeChunk", 7)], of(0, "call X"), of(1, "DecodeChunk #7", WORKS), of(2, "idle #9", NEXT))
+    assert idle[1:] == ["rank 2 has answered all commands"]
+    assert said([]) == []
+
+
+def test_what_a_rank_does_is_said_in_one_line() -> None:
+    assert does(of(2, "idle #9", NEXT)) == "waits for its next command"
+    assert does(of(2, "TrainStep #9", COLLECTIVE)) == "waits for other ranks, in all_reduce"
+    assert does(of(2, "idle #9", WORKS)) == "is in score (/home/me/reward.py, line 7), between commands"
+    shown = describe(of(2, "X #1", WORKS.replace("score", "sc\x1b[31more")), ["reward"])
+    assert shown.startswith(
+        "rank 2 (reward) on node02, process 102: in X #1 for 61 s, last heartbeat 0 s ago\n  is in sc?"
+    )
+    assert "\x1b" not in shown and shown.endswith("in sc?[31more\n")
+    assert "  no stack: it is gone\n" in describe(of(2, "X #1", missing="it is gone"), [])
+    assert as_ranges([5, 0, 1, 2]) == "ranks 0-2, 5" and as_ranges([3]) == "rank 3"
+
+
+@pytest.mark.slow
+def test_the_report_names_ranks_without_an_answer_and_takes_no_longer_than_its_budget(
+    attempt: Attempt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 2's agent does not run."""
+    late = [UnansweredCommand(1, "UpdateWeights", 41, 61.0)]
+    began = time.monotonic()
+    told = write_hang_report(
+        attempt.run_dir,
+        1,
+        "no answer within 60 s: rank 1",
+        [["controller"], ["generator"], ["env"]],
+        unanswered=late,
+        prompts=[f"prompt {n}" for n in range(50)],
+        responses={2: 7},
+    )
+    assert time.monotonic() - began < 6
+    path = hang_path(attempt.run_dir, 1)
+    assert told == f"stacks of all ranks: {path}"
+    text = path.read_text()
+    for part in (
+        "no answer within 60 s: rank 1\n",
+        "rank 1 (generator, ",
+        ") has been in UpdateWeights #41 for 61 s: the process is stopped by a signal\n",
+        "7 responses wait for a reward or an environment of rank 2 (env)\n",
+        "prompt 39\nand 10 more\n",
+        "no answer about rank 2: ",
+        "in computes\n",
+        "  no stack: the process is stopped by a signal\n",
+    ):
+        assert part in text, (part, text)
+
+    def blocks(*_: object) -> None:
+        time.sleep(100)
+
+    monkeypatch.setattr("hpcrl.node.hang_report.request_stacks", blocks)  # as a file system that does not answer
+    monkeypatch.setattr("hpcrl.node.hang_report.BUDGET_S", 0.5)
+    assert write_hang_report(attempt.run_dir, 1, "", [[]]).endswith("could not be written within 0.5 s")
+    assert json.loads((attempt.world / REQUEST).read_text())["ranks"] is None
