@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from hpcrl.checkpoint.best import Best, name_best
 from hpcrl.checkpoint.failpoint import failpoint
 from hpcrl.system.files import STEP_NAME, fsync_path, remove, rename_durably, step_name, steps_in, write_durably
 
@@ -137,12 +138,14 @@ def commit(
     *,
     keep: int,
     fence: Callable[[], None] | None = None,
+    best: Best | None = None,
 ) -> Path:
     """Turn a sealed folder into the checkpoint `step_NNNNNN` and return its path. Called by rank 0.
 
     Args:
         keep: The oldest checkpoints are deleted until this many remain.
         fence: Called immediately before the rename; it raises if another attempt owns the run.
+        best: Named in BEST; its step's checkpoint is not deleted, whatever its age.
 
     ValueError if the entries do not match the folder's files exactly, since a file without an entry is never verified.
     """
@@ -163,7 +166,10 @@ def commit(
     failpoint("renamed")
     set_latest(root, step)
     failpoint("latest_replaced")
-    _prune(root, step, keep)
+    if best is not None:
+        name_best(root, best)
+    failpoint("best_named")
+    _prune(root, step, keep, best.step if best is not None else step)
     failpoint("pruned")
     return final
 
@@ -264,9 +270,11 @@ def _verify(path: Path, step: int | None) -> tuple[Manifest | None, str]:
     return manifest, ""
 
 
-def _prune(root: Path, step: int, keep: int) -> None:
-    """Delete all but the newest `keep` checkpoints, and leftovers of killed or abandoned saves."""
+def _prune(root: Path, step: int, keep: int, best: int) -> None:
+    """Delete all but the newest `keep` checkpoints and the best, and leftovers of killed or abandoned saves."""
     for old in steps_in(root)[:-keep]:
+        if old == best:
+            continue
         # Rename first, since a partly deleted checkpoint must not look like a committed one.
         os.rename(root / step_name(old), root / f"{step_name(old)}.tmp-pruned")
     for entry in list(root.iterdir()):

@@ -21,6 +21,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from hpcrl.checkpoint.best import read_best
 from hpcrl.cluster import slurm
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.cluster.placement import Placement
@@ -374,7 +375,15 @@ def _checkpoint(run: RunFolder, now: float) -> str:
     if step < 0:
         return "no checkpoint yet"
     age = now - (run.folder / "checkpoints" / step_name(step) / "manifest.json").stat().st_mtime
-    return f"step {step}, {duration(age)} ago"
+    return f"step {step}, {duration(age)} ago{_best(run.folder / 'checkpoints')}"
+
+
+def _best(checkpoints: Path) -> str:
+    try:
+        best = read_best(checkpoints)
+    except ValueError:  # the next attempt writes it again
+        return ""
+    return f"; best step {best.step}, {best.metric} {best.value:.4g}" if best is not None else ""
 
 
 def _restarts(run: RunFolder) -> Iterable[tuple[str, str]]:

@@ -58,6 +58,16 @@ class Timeouts(Section):
     seconds."""
 
 
+class KeepBestConfig(Section):
+    """The best checkpoint, which is kept in addition to the newest ones."""
+
+    metric: str | None = None
+    """Validation metric of metrics.jsonl, such as val/score/mean. A step whose evaluation is better than all before
+    also saves a checkpoint, which is kept until a better one; null: off."""
+    mode: Literal["max", "min"] = "max"
+    """Whether the largest or the smallest value is the best."""
+
+
 class Config(Section):
     """The configuration of a run."""
 
@@ -77,6 +87,8 @@ class Config(Section):
     """Steps between evaluations; 0: never."""
     keep_checkpoints: Annotated[int, Field(ge=2), NUMBER] = 2
     """Newest checkpoints kept."""
+    keep_best: KeepBestConfig = KeepBestConfig()
+    """The best checkpoint."""
     resume: Literal["auto", "fresh"] = "auto"
     """auto: resume from the run folder; fresh: use a new name."""
     deterministic: bool = False

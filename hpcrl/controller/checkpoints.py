@@ -14,15 +14,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from hpcrl.checkpoint.best import Best
 from hpcrl.checkpoint.commit import Facts, FileEntry, begin, commit, find_latest, seal_files
 from hpcrl.checkpoint.lineage import abandon_after, cut_metrics, gaps, since
 from hpcrl.checkpoint.state import STATE, encode_state, read_state
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.config import Config
 from hpcrl.config.renamed_keys import with_new_keys
+from hpcrl.controller.best import BestStep
 from hpcrl.controller.long_commands import PolledOperation, Stalled
 from hpcrl.messaging.dispatcher import Controller, RankFailed, Started
 from hpcrl.messaging.messages import CheckFiles, FinishCheck, FinishSave, LoadPending, LoadState, SavePending, SaveState
+from hpcrl.metrics.log import read_metrics
 from hpcrl.metrics.stats import Stats, merge, scalar
 from hpcrl.rollout.pending import drop_others
 from hpcrl.run_folder import ENGINE_KEYS, check_owner, division_keys
@@ -64,7 +67,8 @@ class Stateful(Adapting, Protocol):
 
 @dataclass
 class _Snapshot:
-    """A running save. `stall_s` is how long it blocked the ranks; `committing` exists once all files are written."""
+    """A running save. `best` is the best evaluation when it began, `stall_s` how long it blocked the ranks;
+    `committing` exists once all files are written."""
 
     step: int
     folder: Path
@@ -73,6 +77,7 @@ class _Snapshot:
     stall_s: float
     writing: PolledOperation
     held: list[FileEntry]
+    best: Best | None
     committing: Future[float] | None = None
 
 
@@ -106,6 +111,7 @@ class Checkpoints:
         self._check_s = self._polled = 0.0
         self._thread = ThreadPoolExecutor(1, "commit")
         self._stats: Stats = {}
+        self.best = BestStep(config, self._root)
 
     def expected_save_s(self) -> float:
         """Expected seconds until a save that starts now is committed, by the last save of any attempt; 0 if none."""
@@ -125,8 +131,9 @@ class Checkpoints:
         check_owner(self._run_dir, self._attempt)
 
     def maybe_save(self, step: int) -> None:
-        """Begin a save if due by save_every, and commit an earlier save if it is written; errors as in save()."""
-        due = bool(self._config.save_every) and step % self._config.save_every == 0
+        """Begin a save if due by save_every or keep_best, and commit an earlier save if it is written; errors as in
+        save()."""
+        due = (bool(self._config.save_every) and step % self._config.save_every == 0) or self.best.is_at(step)
         start = time.perf_counter()
         self._drain(wait=due)
         if due and step > self._saved_step:
@@ -185,7 +192,9 @@ class Checkpoints:
                 content, holding = self._hold(step, folder)
             held = [FileEntry(*file) for done in answers.values() for file in done.files]
         writing = PolledOperation(self._controller, self._writers, "writing")
-        self._snapshot = _Snapshot(step, folder, content, began, time.perf_counter() - began, writing, held)
+        self._snapshot = _Snapshot(
+            step, folder, content, began, time.perf_counter() - began, writing, held, self.best.best
+        )
 
     def _hold(self, step: int, folder: Path) -> tuple[bytes, Started]:
         """Return the small state, and make generators write its samples before a later command can drop them."""
@@ -225,8 +234,8 @@ class Checkpoints:
         write_durably(snapshot.folder / STATE, snapshot.state)
         entries += seal_files(snapshot.folder, [STATE])
         facts = Facts(attempt=self._attempt, world=_world(self._config, self._layout))
-        keep, fence = self._config.keep_checkpoints, self.check_owner
-        commit(self._root, snapshot.step, snapshot.folder, entries, facts, keep=keep, fence=fence)
+        keep, fence, best = self._config.keep_checkpoints, self.check_owner, snapshot.best
+        commit(self._root, snapshot.step, snapshot.folder, entries, facts, keep=keep, fence=fence, best=best)
         return time.perf_counter() - start
 
     def _explained(self, step: int) -> AbstractContextManager[None]:
@@ -255,6 +264,8 @@ class Checkpoints:
         stores = self._config.generates and self._config.rollout.save_rollouts
         for gap in gaps(self._run_dir, step, stores):
             logger.warning("%s; continuing without it", gap)
+        with self._setting_aside(step):
+            self.best.restore(read_metrics(self._run_dir))
         if latest is None or latest.path is None:
             return 0
         assert latest.manifest is not None

@@ -29,6 +29,7 @@ MAY_CHANGE = (
     "save_every",
     "eval_every",
     "keep_checkpoints",
+    "keep_best",
     "resume",
     "dry_run",
     "check_weights",
