@@ -232,6 +232,22 @@ def find_latest(root: Path, damage: Callable[[Path, Sequence[FileEntry]], str] =
     return Latest(None, None, problems)
 
 
+def find_step(
+    root: Path, step: int, damage: Callable[[Path, Sequence[FileEntry]], str] = first_damage
+) -> tuple[Path, Manifest]:
+    """The checkpoint of this step, if its files are as committed; `damage` is as for find_latest. ValueError names its
+    damage, and the steps of the other checkpoints."""
+    path = root / step_name(step)
+    manifest, problem = _verify(path, step)
+    if manifest is not None:
+        problem = damage(path, manifest.files)
+    if manifest is None or problem:
+        others = ", ".join(str(other) for other in steps_in(root) if other != step) or "none"
+        text = f"{path.name}, from which the branch begins, is damaged: {problem}; nothing was moved"
+        raise ValueError(f"{text}; choose another with resume_from (checkpoints of steps {others})")
+    return path, manifest
+
+
 def _named(root: Path) -> str:
     """Content of LATEST, for a message; after a node crash, the file may contain any bytes."""
     try:

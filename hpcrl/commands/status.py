@@ -36,6 +36,7 @@ from hpcrl.run_folder import (
     SLURM,
     SUBMITTED,
     VERDICT,
+    branches_of,
     lives_as_job,
     process_lives,
     read_finished,
@@ -47,6 +48,7 @@ from hpcrl.run_folder import (
     world_folder,
 )
 from hpcrl.run_folder.changes import read_config
+from hpcrl.run_folder.records import read_attempts
 from hpcrl.run_folder.user_errors import ERRORS, read_errors
 from hpcrl.system.cli import in_shell, show, use_utf8
 from hpcrl.system.exit_codes import ASKED, ExitCode
@@ -159,6 +161,7 @@ def describe(run_dir: Path, job: slurm.Job | None, now: float) -> str:
         if config is not None and (runs or not run.finished):
             rows += [("time", text) for text in _time(run, config, job if runs else None, now)]
         rows.append(("saved", _checkpoint(run, now)))
+    rows += _branches(run)
     rows += _restarts(run)
     rows += [("samples", text) for text in _sample_errors(run)]
     if error := last_error(run):
@@ -384,6 +387,15 @@ def _best(checkpoints: Path) -> str:
     except ValueError:  # the next attempt writes it again
         return ""
     return f"; best step {best.step}, {best.metric} {best.value:.4g}" if best is not None else ""
+
+
+def _branches(run: RunFolder) -> Iterable[tuple[str, str]]:
+    """The branches of the run, newest first."""
+    found = branches_of(read_attempts(run.folder))
+    for number, branch in enumerate(found[: -SHOWN_RESTARTS - 1 : -1]):
+        changes = ", ".join(map(str, branch["changes"])) or "nothing changed"
+        reason = f" ({branch['reason']})" if branch["reason"] else ""
+        yield "" if number else "branches", f"attempt {branch['attempt']} from step {branch['from']}: {changes}{reason}"
 
 
 def _restarts(run: RunFolder) -> Iterable[tuple[str, str]]:

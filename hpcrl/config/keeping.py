@@ -1,4 +1,4 @@
-"""Checks of `keep_best`: a metric that no evaluation of this run can have."""
+"""Checks of `keep_best` and `resume_from`: a metric that no evaluation of this run can have, a branch of no run."""
 
 from __future__ import annotations
 
@@ -32,3 +32,13 @@ def check_keep_best(config: Config) -> Iterator[Problem]:
         yield Problem(at, f"{text} is not measured separately, since {same}; use {use}", involved)
     elif metric in {f"val/{prefix}{name}" for prefix in ("", "sampled/") for name in SUMMARISED}:
         yield Problem(at, f"{text} is logged as {metric}/mean, /max and /min; use {metric}/mean")
+
+
+def check_resume_from(config: Config) -> Iterator[Problem]:
+    """Report a branch of a run that starts over, and the reason of no branch."""
+    if config.resume_reason and config.resume_from is None:
+        text = "resume_reason: it is recorded with a branch; give resume_from=N or latest, too"
+        yield Problem(("resume_reason",), text, (("resume_from",),))
+    if config.resume_from is not None and config.resume == "fresh":
+        text = f"resume_from: {config.resume_from} continues a run, and resume=fresh starts another; give one of them"
+        yield Problem(("resume_from",), text, (("resume",),))

@@ -91,6 +91,11 @@ class Config(Section):
     """The best checkpoint."""
     resume: Literal["auto", "fresh"] = "auto"
     """auto: resume from the run folder; fresh: use a new name."""
+    resume_from: Annotated[int, Field(ge=1), NUMBER] | Literal["latest"] | None = None
+    """Begin a branch: continue from the checkpoint of this step, or the latest; further keys may change, and later work
+    is set aside. Repeating the command goes on with the branch; null: resume from the newest checkpoint."""
+    resume_reason: Annotated[str, Field(max_length=200)] = ""
+    """Why a branch is begun, for the run's records; with another reason, an equal command begins another branch."""
     deterministic: bool = False
     """Bit-exact resume on the same layout, at reduced speed."""
     dry_run: bool = False

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from hpcrl.algorithms.adaptive import after_changes
 from hpcrl.checkpoint.best import Best
-from hpcrl.checkpoint.commit import Facts, FileEntry, begin, commit, find_latest, seal_files
+from hpcrl.checkpoint.commit import Facts, FileEntry, Latest, begin, commit, find_latest, find_step, seal_files
 from hpcrl.checkpoint.lineage import abandon_after, cut_metrics, gaps, since
 from hpcrl.checkpoint.state import STATE, encode_state, read_state
 from hpcrl.cluster.layout import RoleLayout
@@ -28,7 +29,7 @@ from hpcrl.messaging.messages import CheckFiles, FinishCheck, FinishSave, LoadPe
 from hpcrl.metrics.log import read_metrics
 from hpcrl.metrics.stats import Stats, merge, scalar
 from hpcrl.rollout.pending import drop_others
-from hpcrl.run_folder import ENGINE_KEYS, check_owner, division_keys
+from hpcrl.run_folder import ENGINE_KEYS, changed_keys, check_owner, division_keys, newest_branch, settle_branch
 from hpcrl.spec.tables import ROLES
 from hpcrl.system.files import write_durably
 
@@ -242,7 +243,8 @@ class Checkpoints:
         return _explained(f"checkpoint of step {step} not written to {self._root}", NotSavedError)
 
     def restore(self) -> int:
-        """Load the newest valid checkpoint and set aside later files; returns its step, 0 without one.
+        """Load the newest valid checkpoint, or the one from which a branch begins (resume_from), and set aside later
+        files; returns its step, 0 without one.
 
         CheckpointError if none of the checkpoints is usable, NotSavedError if later files cannot be set aside, Stalled
         if a rank makes no progress in reading.
@@ -251,14 +253,19 @@ class Checkpoints:
             return self._read()
 
     def _read(self) -> int:
-        latest = find_latest(self._root, self._damage) if self._root.exists() else None
+        branch_step = self._config.resume_from
+        assert branch_step != "latest", "config.yaml has a step"
+        if branch_step is not None:
+            latest: Latest | None = Latest(*find_step(self._root, branch_step, self._damage), [])
+        else:
+            latest = find_latest(self._root, self._damage) if self._root.exists() else None
         for problem in latest.problems if latest is not None else []:
             logger.warning("checkpoints: %s", problem)
         step = latest.manifest.step if latest is not None and latest.manifest is not None else -1
         self.restored_step = step
         self.check_owner()  # reading takes long; a newer attempt may own the run by now
         with self._setting_aside(step):
-            abandoned = abandon_after(self._run_dir, step, self._attempt)
+            abandoned = abandon_after(self._run_dir, step, self._attempt, branch=branch_step is not None)
         if abandoned:
             logger.warning("%d item(s) written %s moved to abandoned/", len(abandoned), since(step))
         stores = self._config.generates and self._config.rollout.save_rollouts
@@ -270,6 +277,8 @@ class Checkpoints:
             return 0
         assert latest.manifest is not None
         state = read_state(latest.path)
+        if branch_step is not None and (branch := newest_branch(self._run_dir)) is not None:
+            state |= {"algorithm": after_changes(state.get("algorithm", {}), changed_keys(branch))}
         # Loading reads the same bytes again and cannot report progress, since its ranks wait for each other.
         loads = dict.fromkeys(self._writers, LoadState(str(latest.path)))
         answers = self._controller.call(loads, more_s=LOAD_PER_CHECK * self._check_s)
@@ -292,7 +301,11 @@ class Checkpoints:
         self._controller.call({rank: LoadPending(folder, names, held[first]) for rank, first in homes.items()})
         self.counters |= {name: value for name, value in state["counters"].items() if name in self.counters}
         self._saved_step = step
-        logger.info("resumed from %s", latest.path.name)
+        if branch_step is not None:
+            self.check_owner()
+            with self._setting_aside(step):
+                settle_branch(self._run_dir)
+        logger.info("%s from %s", "resumed" if branch_step is None else "branch", latest.path.name)
         return step
 
     def _setting_aside(self, step: int) -> AbstractContextManager[None]:

@@ -25,6 +25,7 @@ from hpcrl.metrics.plot import plot as draw_plot
 from hpcrl.metrics.progress import summary
 from hpcrl.metrics.stats import Stats, flatten, merge
 from hpcrl.system.cli import in_shell
+from hpcrl.system.files import steps_in
 
 
 class Run:
@@ -46,7 +47,8 @@ class Run:
             deadline.record((row.get("time/step_total") or 0.0) + (row.get("time/val_step") or 0.0))
         checkpoint, lead_s = self.checkpoint, config.cluster.signal_lead_s
         save_s, bound = checkpoint.expected_save_s, config.trainer.max_mismatch if config.debug == "none" else None
-        self.guard = Guard(checkpoint.check_owner, save_s, lead_s, deadline, bound)
+        saved = functools.partial(steps_in, run_dir / "checkpoints")
+        self.guard = Guard(checkpoint.check_owner, save_s, lead_s, deadline, bound, saved)
         self._step_started = time.perf_counter()
 
     @property
