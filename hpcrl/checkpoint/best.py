@@ -14,7 +14,7 @@ from hpcrl.system.files import step_name, write_durably
 
 BEST = "BEST"
 """The name of the file: JSON with step, metric, mode and value."""
-Mode = Literal["max", "min"]
+BestMode = Literal["max", "min"]
 
 
 class Best(msgspec.Struct, frozen=True):
@@ -22,7 +22,7 @@ class Best(msgspec.Struct, frozen=True):
 
     step: int
     metric: str
-    mode: Mode
+    mode: BestMode
     value: float
 
     def beats(self, other: Best | None) -> bool:
@@ -32,7 +32,7 @@ class Best(msgspec.Struct, frozen=True):
         return self.value > other.value if self.mode == "max" else self.value < other.value
 
 
-def value_at(step: int, metrics: Mapping[str, Any], metric: str, mode: Mode) -> Best | None:
+def value_at(step: int, metrics: Mapping[str, Any], metric: str, mode: BestMode) -> Best | None:
     """The metric's value in a step's metrics; None if there is none or it is not finite. The evaluation before the
     first step (0) has no checkpoint, so it has none either."""
     value = metrics.get(metric)
@@ -41,7 +41,7 @@ def value_at(step: int, metrics: Mapping[str, Any], metric: str, mode: Mode) -> 
     return Best(step, metric, mode, float(value))
 
 
-def best_of(rows: Iterable[Mapping[str, Any]], metric: str, mode: Mode, steps: Collection[int]) -> Best | None:
+def best_of(rows: Iterable[Mapping[str, Any]], metric: str, mode: BestMode, steps: Collection[int]) -> Best | None:
     """The best value in rows of metrics.jsonl, in their order, among the steps whose checkpoints exist."""
     best: Best | None = None
     for row in rows:

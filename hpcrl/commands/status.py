@@ -391,7 +391,10 @@ def _best(checkpoints: Path) -> str:
 
 def _branches(run: RunFolder) -> Iterable[tuple[str, str]]:
     """The branches of the run, newest first."""
-    found = branches_of(read_attempts(run.folder))
+    try:
+        found = branches_of(read_attempts(run.folder))
+    except ConfigError:  # the next start names the damage
+        return
     for number, branch in enumerate(found[: -SHOWN_RESTARTS - 1 : -1]):
         changes = ", ".join(map(str, branch["changes"])) or "nothing changed"
         reason = f" ({branch['reason']})" if branch["reason"] else ""

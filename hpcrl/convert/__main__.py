@@ -75,6 +75,8 @@ def _convert(words: argparse.Namespace) -> str:
     for name, value in (("--shard-gb", words.shard_gb), ("--threads", words.threads)):
         if value is not None and not 0 < value < 1e9:
             raise ValueError(f"{name} {value}: a number above 0 and below 1e9 is needed")
+    if words.step is not None and words.to == "megatron":
+        raise ValueError(f"--step {words.step}: it chooses a checkpoint of a run, and --to megatron reads a model")
     import torch  # torch and modules that import it are imported here, so --help is fast
 
     from hpcrl.convert.conversions import ConvertOptions, to_hf, to_megatron

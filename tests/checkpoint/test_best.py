@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from hpcrl.checkpoint.best import BEST, Best, Mode, best_of, name_best, read_best
+from hpcrl.checkpoint.best import BEST, Best, BestMode, best_of, name_best, read_best
 from hpcrl.checkpoint.commit import find_latest
 from hpcrl.checkpoint.failpoint import FAILPOINTS
 from hpcrl.system.files import steps_in
@@ -32,7 +32,7 @@ save(Path(sys.argv[1]), 40, attempt=2, best=Best(int(sys.argv[2]), "val/score/me
 """
 
 
-def of(step: int, value: float = 0.5, mode: Mode = "max") -> Best:
+def of(step: int, value: float = 0.5, mode: BestMode = "max") -> Best:
     return Best(step, METRIC, mode, value)
 
 
