@@ -11,7 +11,7 @@ critic/entropy/mean. A step without model tokens to train on changes nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from hpcrl.algorithms.interface import Coefficients
 from hpcrl.metrics.stats import Stat
@@ -37,6 +37,15 @@ def adapted(config: PolicyLoss, coefficients: Coefficients, stats: Mapping[str, 
         new[ENTROPY_LEVEL] = max(0.0, level + (config.entropy_coef_step if below else -config.entropy_coef_step))
         new[ENTROPY_COEF] = new[ENTROPY_LEVEL] if below else 0.0
     return new
+
+
+def after_changes(coefficients: Coefficients, keys: Collection[str]) -> dict[str, float]:
+    """The stored coefficients without those whose keys of the configuration have changed; these start again."""
+    gone: set[str] = set()
+    for beginning, own in (("algorithm.kl_", (KL_SCALE,)), ("algorithm.entropy_", (ENTROPY_COEF, ENTROPY_LEVEL))):
+        if any(key.startswith(beginning) for key in keys):
+            gone.update(own)
+    return {name: value for name, value in coefficients.items() if name not in gone}
 
 
 def _mean(stats: Mapping[str, Stat], name: str) -> float | None:

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from hpcrl.checkpoint.best import Best, name_best
 from hpcrl.checkpoint.failpoint import failpoint
 from hpcrl.system.files import STEP_NAME, fsync_path, remove, rename_durably, step_name, steps_in, write_durably
 
@@ -137,12 +138,14 @@ def commit(
     *,
     keep: int,
     fence: Callable[[], None] | None = None,
+    best: Best | None = None,
 ) -> Path:
     """Turn a sealed folder into the checkpoint `step_NNNNNN` and return its path. Called by rank 0.
 
     Args:
         keep: The oldest checkpoints are deleted until this many remain.
         fence: Called immediately before the rename; it raises if another attempt owns the run.
+        best: Named in BEST; its step's checkpoint is not deleted, whatever its age.
 
     ValueError if the entries do not match the folder's files exactly, since a file without an entry is never verified.
     """
@@ -163,7 +166,10 @@ def commit(
     failpoint("renamed")
     set_latest(root, step)
     failpoint("latest_replaced")
-    _prune(root, step, keep)
+    if best is not None:
+        name_best(root, best)
+    failpoint("best_named")
+    _prune(root, step, keep, best.step if best is not None else step)
     failpoint("pruned")
     return final
 
@@ -226,6 +232,22 @@ def find_latest(root: Path, damage: Callable[[Path, Sequence[FileEntry]], str] =
     return Latest(None, None, problems)
 
 
+def find_step(
+    root: Path, step: int, damage: Callable[[Path, Sequence[FileEntry]], str] = first_damage
+) -> tuple[Path, Manifest]:
+    """The checkpoint of this step, if its files are as committed; `damage` is as for find_latest. ValueError names its
+    damage, and the steps of the other checkpoints."""
+    path = root / step_name(step)
+    manifest, problem = _verify(path, step)
+    if manifest is not None:
+        problem = damage(path, manifest.files)
+    if manifest is None or problem:
+        others = ", ".join(str(other) for other in steps_in(root) if other != step) or "none"
+        text = f"{path.name}, from which the branch begins, is damaged: {problem}; nothing was moved"
+        raise ValueError(f"{text}; choose another with resume_from (checkpoints of steps {others})")
+    return path, manifest
+
+
 def _named(root: Path) -> str:
     """Content of LATEST, for a message; after a node crash, the file may contain any bytes."""
     try:
@@ -264,9 +286,11 @@ def _verify(path: Path, step: int | None) -> tuple[Manifest | None, str]:
     return manifest, ""
 
 
-def _prune(root: Path, step: int, keep: int) -> None:
-    """Delete all but the newest `keep` checkpoints, and leftovers of killed or abandoned saves."""
+def _prune(root: Path, step: int, keep: int, best: int) -> None:
+    """Delete all but the newest `keep` checkpoints and the best, and leftovers of killed or abandoned saves."""
     for old in steps_in(root)[:-keep]:
+        if old == best:
+            continue
         # Rename first, since a partly deleted checkpoint must not look like a committed one.
         os.rename(root / step_name(old), root / f"{step_name(old)}.tmp-pruned")
     for entry in list(root.iterdir()):

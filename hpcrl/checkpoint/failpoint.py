@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 
-FAILPOINTS = ("shards_written", "sealed", "manifest_written", "renamed", "latest_replaced", "pruned")
+FAILPOINTS = ("shards_written", "sealed", "manifest_written", "renamed", "latest_replaced", "best_named", "pruned")
 
 _hits: dict[str, int] = dict.fromkeys(FAILPOINTS, 0)
 

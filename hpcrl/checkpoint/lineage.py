@@ -1,49 +1,52 @@
 """The committed lineage: a resumed run moves away what a killed attempt has written after the checkpoint.
 
-Rollouts, metrics, timelines and checkpoints are labelled with the number of completed steps, which is also the weight
-version. A run that resumes from checkpoint 12 keeps everything up to label 12.
+Rollouts, metrics and checkpoints are labelled with the number of completed steps, which is also the weight version. A
+run that resumes from checkpoint 12 keeps everything up to label 12.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 from hpcrl.checkpoint.commit import set_latest
 from hpcrl.system.files import rename_durably, step_name, steps_in, write_durably
-from hpcrl.timeline.step_file import path_of, recorded_steps
 
 METRICS = "metrics.jsonl"
+LABELLED = ("rollouts", "episodes", "validation", "timeline")
+"""Folders of a run with an entry step_NNNNNN or step_NNNNNN.SUFFIX for each step."""
+_ENTRY = re.compile(r"step_(\d{6,})(\.\w+)?")
 
 
-def abandon_after(run_dir: Path, step: int, attempt: int) -> list[str]:
+def abandon_after(run_dir: Path, step: int, attempt: int, branch: bool = False) -> list[str]:
     """Move away everything with a label above `step`, which is -1 if the run starts over without a checkpoint. Called
     by rank 0 before anything is written. Returns one line per move, for the log.
 
-    Rollouts, metrics and timelines move to abandoned/<attempt>/, where `attempt` is the calling attempt. Newer
-    checkpoints, which are damaged, are renamed, and the next commit deletes them. After a kill, the next call completes
-    the moves.
+    Metrics and the entries of LABELLED move to abandoned/<attempt>/, where `attempt` is the calling attempt. Newer
+    checkpoints, which are damaged, are renamed, and the next commit deletes them; at a branch, where they are intact,
+    they move to abandoned/ and stay. After a kill, the next call completes the moves.
     """
     # Checkpoints are moved first: if a damaged one became readable again, its rollouts would be needed.
-    moved = _abandon_checkpoints(run_dir / "checkpoints", step, attempt)
+    moved = _abandon_checkpoints(run_dir, step, attempt, branch)
     target = run_dir / "abandoned" / str(attempt)
-    past = [n for n in steps_in(run_dir / "rollouts") if n > step]
-    for number in past:
-        (target / "rollouts").mkdir(parents=True, exist_ok=True)
-        rename_durably(run_dir / "rollouts" / step_name(number), target / "rollouts" / step_name(number))
-    recorded = [n for n in recorded_steps(run_dir) if n > step]
-    for number in recorded:
-        path = path_of(run_dir, number)
-        (target / path.parent.name).mkdir(parents=True, exist_ok=True)
-        rename_durably(path, target / path.parent.name / path.name)
-    if recorded:
-        moved.append(f"timelines of steps {recorded[0]} to {recorded[-1]} moved to {target}")
-    if past:
-        moved.append(f"rollouts of steps {past[0]} to {past[-1]} moved to {target}")
+    for name in LABELLED:
+        past = _past(run_dir / name, step)
+        for _, path in past:
+            (target / name).mkdir(parents=True, exist_ok=True)
+            rename_durably(path, target / name / path.name)
+        if past:
+            moved.append(f"{name} of steps {past[0][0]} to {past[-1][0]} moved to {target}")
     lines = cut_metrics(run_dir, step, attempt)
     if lines:
         moved.append(f"{lines} lines of {METRICS} {since(step)} moved to {target}")
     return moved
+
+
+def _past(folder: Path, step: int) -> list[tuple[int, Path]]:
+    """The entries of a folder whose label is above `step`, ascending."""
+    found = ((_ENTRY.fullmatch(path.name), path) for path in (folder.iterdir() if folder.is_dir() else ()))
+    return sorted((int(match[1]), path) for match, path in found if match and int(match[1]) > step)
 
 
 def gaps(run_dir: Path, step: int, rollouts: bool) -> list[str]:
@@ -92,7 +95,8 @@ def cut_metrics(run_dir: Path, step: int, attempt: int) -> int:
     return len(cut)
 
 
-def _abandon_checkpoints(root: Path, step: int, attempt: int) -> list[str]:
+def _abandon_checkpoints(run_dir: Path, step: int, attempt: int, branch: bool) -> list[str]:
+    root, kept = run_dir / "checkpoints", run_dir / "abandoned" / str(attempt) / "checkpoints"
     steps = steps_in(root)
     if not steps or steps[-1] <= step:
         return []
@@ -100,7 +104,11 @@ def _abandon_checkpoints(root: Path, step: int, attempt: int) -> list[str]:
         set_latest(root, step)
     moved = []
     for number in steps:
-        if number > step:
+        if number > step and branch:
+            kept.mkdir(parents=True, exist_ok=True)
+            rename_durably(root / step_name(number), kept / step_name(number))
+            moved.append(f"checkpoint {step_name(number)} moved to {kept}")
+        elif number > step:
             name = f"{step_name(number)}.abandoned-{attempt}"
             rename_durably(root / step_name(number), root / name)
             moved.append(f"checkpoint {step_name(number)} renamed to {name} until the next commit")

@@ -21,6 +21,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from hpcrl.checkpoint.best import read_best
 from hpcrl.cluster import slurm
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.cluster.placement import Placement
@@ -35,6 +36,7 @@ from hpcrl.run_folder import (
     SLURM,
     SUBMITTED,
     VERDICT,
+    branches_of,
     hang_path,
     lives_as_job,
     process_lives,
@@ -47,6 +49,7 @@ from hpcrl.run_folder import (
     world_folder,
 )
 from hpcrl.run_folder.changes import read_config
+from hpcrl.run_folder.records import read_attempts
 from hpcrl.run_folder.user_errors import ERRORS, read_errors
 from hpcrl.system.cli import in_shell, show, use_utf8
 from hpcrl.system.exit_codes import ASKED, ExitCode
@@ -161,6 +164,7 @@ def describe(run_dir: Path, job: slurm.Job | None, now: float) -> str:
         if config is not None and (runs or not run.finished):
             rows += [("time", text) for text in _time(run, config, job if runs else None, now)]
         rows.append(("saved", _checkpoint(run, now)))
+    rows += _branches(run)
     rows += _restarts(run)
     rows += [("samples", text) for text in _sample_errors(run)]
     if error := last_error(run):
@@ -379,7 +383,27 @@ def _checkpoint(run: RunFolder, now: float) -> str:
     if step < 0:
         return "no checkpoint yet"
     age = now - (run.folder / "checkpoints" / step_name(step) / "manifest.json").stat().st_mtime
-    return f"step {step}, {duration(age)} ago"
+    return f"step {step}, {duration(age)} ago{_best(run.folder / 'checkpoints')}"
+
+
+def _best(checkpoints: Path) -> str:
+    try:
+        best = read_best(checkpoints)
+    except ValueError:  # the next attempt writes it again
+        return ""
+    return f"; best step {best.step}, {best.metric} {best.value:.4g}" if best is not None else ""
+
+
+def _branches(run: RunFolder) -> Iterable[tuple[str, str]]:
+    """The branches of the run, newest first."""
+    try:
+        found = branches_of(read_attempts(run.folder))
+    except ConfigError:  # the next start names the damage
+        return
+    for number, branch in enumerate(found[: -SHOWN_RESTARTS - 1 : -1]):
+        changes = ", ".join(map(str, branch["changes"])) or "nothing changed"
+        reason = f" ({branch['reason']})" if branch["reason"] else ""
+        yield "" if number else "branches", f"attempt {branch['attempt']} from step {branch['from']}: {changes}{reason}"
 
 
 def _restarts(run: RunFolder) -> Iterable[tuple[str, str]]:

@@ -19,6 +19,7 @@ from hpcrl.config.cluster import SET_FOR_SBATCH, SET_FOR_SRUN
 from hpcrl.config.domains import EnvConfig, RewardConfig
 from hpcrl.config.engines import TrainerConfig
 from hpcrl.config.judging import JUDGE_ENGINE, as_judges, check_judge, check_reward_model
+from hpcrl.config.keeping import check_keep_best, check_resume_from
 from hpcrl.config.off_policy import check_off_policy
 from hpcrl.config.rollout import MAX_MEMBERS, MAX_VALIDATION_PROMPTS, RolloutConfig
 from hpcrl.config.scalar_heads import CriticConfig
@@ -49,6 +50,8 @@ def check(config: Config) -> list[Problem]:
         *_environments(config),
         *_asynchronous(config),
         *_evaluation(config),
+        *check_keep_best(config),
+        *check_resume_from(config),
         *_domain_shares(config),
         *_optimizer(config),
         *_model(config),

@@ -258,14 +258,14 @@ def _of_conf(error: Exception, experiment: str | None) -> str:
 
 def _of_file(file: ConfigFile, result: Composition) -> dict[str, Any]:
     """The values of a file of --config, without sections of groups set on the command line. If the command line gives
-    run_name or run_dir, a stored configuration starts a new run, without the old run's folder and resume mode."""
+    run_name or run_dir, a stored configuration starts a new run, without the old run's folder and how it resumes."""
     left_out = set(result.chosen)
     if file.of_run:
         left_out.add("dry_run")
         if file.data.get("resume") == "fresh":  # has taken effect
             left_out.add("resume")
         if any(override.path in (("run_name",), ("run_dir",)) for override in result.overrides):
-            left_out |= {"run_dir", "resume"}
+            left_out |= {"run_dir", "resume", "resume_from", "resume_reason"}
     for group in groups().keys() & file.data.keys() - left_out:
         if isinstance(option := file.data[group], str):
             text = f"{group}: a section of keys, not the name of an option; on the command line give {group}={option}"

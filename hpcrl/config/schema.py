@@ -67,6 +67,16 @@ class Timeouts(Section):
     seconds."""
 
 
+class KeepBestConfig(Section):
+    """The best checkpoint, which is kept in addition to the newest ones."""
+
+    metric: str | None = None
+    """Validation metric of metrics.jsonl, such as val/score/mean. A step whose evaluation is better than all before
+    also saves a checkpoint, which is kept until a better one; null: off."""
+    mode: Literal["max", "min"] = "max"
+    """Whether the largest or the smallest value is the best."""
+
+
 class Config(Section):
     """The configuration of a run."""
 
@@ -86,8 +96,15 @@ class Config(Section):
     """Steps between evaluations; 0: never."""
     keep_checkpoints: Annotated[int, Field(ge=2), NUMBER] = 2
     """Newest checkpoints kept."""
+    keep_best: KeepBestConfig = KeepBestConfig()
+    """The best checkpoint."""
     resume: Literal["auto", "fresh"] = "auto"
     """auto: resume from the run folder; fresh: use a new name."""
+    resume_from: Annotated[int, Field(ge=1), NUMBER] | Literal["latest"] | None = None
+    """Begin a branch: continue from the checkpoint of this step, or the latest; further keys may change, and later work
+    is set aside. Repeating the command goes on with the branch; null: resume from the newest checkpoint."""
+    resume_reason: Annotated[str, Field(max_length=200)] = ""
+    """Why a branch is begun, for the run's records; with another reason, an equal command begins another branch."""
     deterministic: bool = False
     """Bit-exact resume on the same layout, at reduced speed."""
     dry_run: bool = False

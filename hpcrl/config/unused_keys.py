@@ -94,6 +94,8 @@ def _unread_of_sections(config: Config) -> Iterator[tuple[Path, Path, str]]:
     """Keys that are unread because of another key's value, mostly in the same section."""
     if config.cluster.after != "chain":
         yield ("cluster", "num_links"), ("cluster", "after"), "an unfinished run is requeued"
+    if config.keep_best.metric is None:
+        yield ("keep_best", "mode"), ("keep_best", "metric"), "keep_best.metric is null"
     if config.cluster.container == "none":
         for key in ("image", "mounts"):
             yield ("cluster", key), ("cluster", "container"), "the ranks run in no container"

@@ -14,18 +14,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from hpcrl.checkpoint.commit import Facts, FileEntry, begin, commit, find_latest, seal_files
+from hpcrl.algorithms.adaptive import after_changes
+from hpcrl.checkpoint.best import Best
+from hpcrl.checkpoint.commit import Facts, FileEntry, Latest, begin, commit, find_latest, find_step, seal_files
 from hpcrl.checkpoint.lineage import abandon_after, cut_metrics, gaps, since
 from hpcrl.checkpoint.state import STATE, encode_state, read_state
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.config import Config
 from hpcrl.config.renamed_keys import with_new_keys
+from hpcrl.controller.best import BestStep
 from hpcrl.controller.long_commands import PolledOperation, Stalled
 from hpcrl.messaging.dispatcher import Controller, RankFailed, Started
 from hpcrl.messaging.messages import CheckFiles, FinishCheck, FinishSave, LoadPending, LoadState, SavePending, SaveState
+from hpcrl.metrics.log import read_metrics
 from hpcrl.metrics.stats import Stats, merge, scalar
 from hpcrl.rollout.pending import drop_others
-from hpcrl.run_folder import ENGINE_KEYS, check_owner, division_keys
+from hpcrl.run_folder import ENGINE_KEYS, changed_keys, check_owner, division_keys, newest_branch, settle_branch
 from hpcrl.spec.tables import ROLES
 from hpcrl.system.files import write_durably
 
@@ -64,7 +68,8 @@ class Stateful(Adapting, Protocol):
 
 @dataclass
 class _Snapshot:
-    """A running save. `stall_s` is how long it blocked the ranks; `committing` exists once all files are written."""
+    """A running save. `best` is the best evaluation when it began, `stall_s` how long it blocked the ranks;
+    `committing` exists once all files are written."""
 
     step: int
     folder: Path
@@ -73,6 +78,7 @@ class _Snapshot:
     stall_s: float
     writing: PolledOperation
     held: list[FileEntry]
+    best: Best | None
     committing: Future[float] | None = None
 
 
@@ -106,6 +112,7 @@ class Checkpoints:
         self._check_s = self._polled = 0.0
         self._thread = ThreadPoolExecutor(1, "commit")
         self._stats: Stats = {}
+        self.best = BestStep(config, self._root)
 
     def expected_save_s(self) -> float:
         """Expected seconds until a save that starts now is committed, by the last save of any attempt; 0 if none."""
@@ -125,8 +132,9 @@ class Checkpoints:
         check_owner(self._run_dir, self._attempt)
 
     def maybe_save(self, step: int) -> None:
-        """Begin a save if due by save_every, and commit an earlier save if it is written; errors as in save()."""
-        due = bool(self._config.save_every) and step % self._config.save_every == 0
+        """Begin a save if due by save_every or keep_best, and commit an earlier save if it is written; errors as in
+        save()."""
+        due = (bool(self._config.save_every) and step % self._config.save_every == 0) or self.best.is_at(step)
         start = time.perf_counter()
         self._drain(wait=due)
         if due and step > self._saved_step:
@@ -185,7 +193,9 @@ class Checkpoints:
                 content, holding = self._hold(step, folder)
             held = [FileEntry(*file) for done in answers.values() for file in done.files]
         writing = PolledOperation(self._controller, self._writers, "writing")
-        self._snapshot = _Snapshot(step, folder, content, began, time.perf_counter() - began, writing, held)
+        self._snapshot = _Snapshot(
+            step, folder, content, began, time.perf_counter() - began, writing, held, self.best.best
+        )
 
     def _hold(self, step: int, folder: Path) -> tuple[bytes, Started]:
         """Return the small state, and make generators write its samples before a later command can drop them."""
@@ -225,15 +235,16 @@ class Checkpoints:
         write_durably(snapshot.folder / STATE, snapshot.state)
         entries += seal_files(snapshot.folder, [STATE])
         facts = Facts(attempt=self._attempt, world=_world(self._config, self._layout))
-        keep, fence = self._config.keep_checkpoints, self.check_owner
-        commit(self._root, snapshot.step, snapshot.folder, entries, facts, keep=keep, fence=fence)
+        keep, fence, best = self._config.keep_checkpoints, self.check_owner, snapshot.best
+        commit(self._root, snapshot.step, snapshot.folder, entries, facts, keep=keep, fence=fence, best=best)
         return time.perf_counter() - start
 
     def _explained(self, step: int) -> AbstractContextManager[None]:
         return _explained(f"checkpoint of step {step} not written to {self._root}", NotSavedError)
 
     def restore(self) -> int:
-        """Load the newest valid checkpoint and set aside later files; returns its step, 0 without one.
+        """Load the newest valid checkpoint, or the one from which a branch begins (resume_from), and set aside later
+        files; returns its step, 0 without one.
 
         CheckpointError if none of the checkpoints is usable, NotSavedError if later files cannot be set aside, Stalled
         if a rank makes no progress in reading.
@@ -242,23 +253,32 @@ class Checkpoints:
             return self._read()
 
     def _read(self) -> int:
-        latest = find_latest(self._root, self._damage) if self._root.exists() else None
+        branch_step = self._config.resume_from
+        assert branch_step != "latest", "config.yaml has a step"
+        if branch_step is not None:
+            latest: Latest | None = Latest(*find_step(self._root, branch_step, self._damage), [])
+        else:
+            latest = find_latest(self._root, self._damage) if self._root.exists() else None
         for problem in latest.problems if latest is not None else []:
             logger.warning("checkpoints: %s", problem)
         step = latest.manifest.step if latest is not None and latest.manifest is not None else -1
         self.restored_step = step
         self.check_owner()  # reading takes long; a newer attempt may own the run by now
         with self._setting_aside(step):
-            abandoned = abandon_after(self._run_dir, step, self._attempt)
+            abandoned = abandon_after(self._run_dir, step, self._attempt, branch=branch_step is not None)
         if abandoned:
             logger.warning("%d item(s) written %s moved to abandoned/", len(abandoned), since(step))
         stores = self._config.generates and self._config.rollout.save_rollouts
         for gap in gaps(self._run_dir, step, stores):
             logger.warning("%s; continuing without it", gap)
+        with self._setting_aside(step):
+            self.best.restore(read_metrics(self._run_dir))
         if latest is None or latest.path is None:
             return 0
         assert latest.manifest is not None
         state = read_state(latest.path)
+        if branch_step is not None and (branch := newest_branch(self._run_dir)) is not None:
+            state |= {"algorithm": after_changes(state.get("algorithm", {}), changed_keys(branch))}
         # Loading reads the same bytes again and cannot report progress, since its ranks wait for each other.
         loads = dict.fromkeys(self._writers, LoadState(str(latest.path)))
         answers = self._controller.call(loads, more_s=LOAD_PER_CHECK * self._check_s)
@@ -281,7 +301,11 @@ class Checkpoints:
         self._controller.call({rank: LoadPending(folder, names, held[first]) for rank, first in homes.items()})
         self.counters |= {name: value for name, value in state["counters"].items() if name in self.counters}
         self._saved_step = step
-        logger.info("resumed from %s", latest.path.name)
+        if branch_step is not None:
+            self.check_owner()
+            with self._setting_aside(step):
+                settle_branch(self._run_dir)
+        logger.info("%s from %s", "resumed" if branch_step is None else "branch", latest.path.name)
         return step
 
     def _setting_aside(self, step: int) -> AbstractContextManager[None]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcrl.config import Config
+from hpcrl.controller.best import best_line
 from hpcrl.controller.best_effort import best_effort
 from hpcrl.controller.building import Parts
 from hpcrl.controller.deadline import SPARE_S, Deadline
@@ -25,6 +26,7 @@ from hpcrl.metrics.progress import summary
 from hpcrl.metrics.stats import Stats, flatten, merge
 from hpcrl.rollout.loop import PendingPrompt
 from hpcrl.system.cli import in_shell
+from hpcrl.system.files import steps_in
 from hpcrl.timeline.recorder import Recorder
 
 WRITE_S = 10.0
@@ -51,7 +53,8 @@ class Run:
             deadline.record((row.get("time/step_total") or 0.0) + (row.get("time/val_step") or 0.0))
         checkpoint, lead_s = self.checkpoint, config.cluster.signal_lead_s
         save_s, bound = checkpoint.expected_save_s, config.trainer.max_mismatch if config.debug == "none" else None
-        self.guard = Guard(checkpoint.check_owner, save_s, lead_s, deadline, bound)
+        saved = functools.partial(steps_in, run_dir / "checkpoints")
+        self.guard = Guard(checkpoint.check_owner, save_s, lead_s, deadline, bound, saved)
         self._step_started = time.perf_counter()
         if timeline is not None and not self.first_step:
             timeline.begin(0)
@@ -139,6 +142,7 @@ class Run:
             flat["system/tps"] = tokens / elapsed
         self.guard.fence()
         self._metrics.log(step, flat)
+        self.checkpoint.best.judge(step, flat, evaluated="time/val_step" in stats)
         if "time/val_step" in stats and (rows := as_table(step, read_examples(self._run_dir).get(step, []))):
             self._metrics.call_trackers(lambda tracker: tracker.table(TABLE, step, rows))
         self.guard.check_progress(step, stats)
@@ -164,8 +168,10 @@ class Run:
         if plot is not None:
             self._metrics.call_trackers(lambda tracker: tracker.image("plot", plot))
         shown = ([f"plot {plot}"] if plot is not None else []) + ([f"episodes {episodes}"] if episodes.is_dir() else [])
+        found = self.checkpoint.best.best
+        best = [f"best {best_line(found, self._run_dir)}"] if found is not None else []
         exported = f"HF checkpoint {self._run_dir / 'hf'} in {self.config.model.dtype}"
-        return "\n".join([examples, told, *early, *shown, exported])
+        return "\n".join([examples, told, *early, *shown, *best, exported])
 
     def close(self, within_s: float = math.inf) -> str:
         """Close the trackers within this time, and within the job's remaining time minus SPARE_S, in which the process

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from hpcrl.controller.deadline import Deadline
 from hpcrl.metrics.stats import Stats
@@ -41,6 +41,17 @@ class MismatchError(RuntimeError):
     """Trainer and generator give the same tokens too different probabilities under the same weights."""
 
 
+def after_divergence(saved: Sequence[int]) -> str:
+    """The way out of a divergence for the user; `saved` are the steps of the checkpoints before it, ascending."""
+    if not saved:
+        return "there is no checkpoint before: lower trainer.lr or trainer.max_grad_norm and start over (resume=fresh)"
+    steps = ", ".join(map(str, saved))
+    return (
+        f"continue from a checkpoint before with a lower rate or norm: resume_from={saved[-1]} trainer.lr=... "
+        f"trainer.max_grad_norm=... (checkpoints of steps {steps})"
+    )
+
+
 class Guard:
     """Checks at step boundaries."""
 
@@ -51,6 +62,7 @@ class Guard:
         signal_lead_s: float,
         deadline: Deadline,
         max_mismatch: float | None = None,
+        saved: Callable[[], Sequence[int]] = tuple,
     ):
         """Create the checks of a run.
 
@@ -58,10 +70,11 @@ class Guard:
             fence: Raises SupersededError if another attempt owns the run.
             expected_save_s: Returns a save's expected duration.
             max_mismatch: Bound of check_mismatch(); None: no bound.
+            saved: Returns the steps of the checkpoints, ascending.
         """
         self.fence = fence
         self._expected_save_s, self._signal_lead_s, self._deadline = expected_save_s, signal_lead_s, deadline
-        self._max_mismatch = max_mismatch
+        self._max_mismatch, self._saved = max_mismatch, saved
         self.stop_signal = 0  # the first signal that arrived
         self._told_notice = False
         self._num_fruitless = self._num_empty = self._num_silent = 0
@@ -104,10 +117,9 @@ class Guard:
                 signs.append(f"all {updates.count:g} updates{whose} were skipped, their gradients were not finite")
         self._num_fruitless = self._num_fruitless + 1 if signs else 0
         if self._num_fruitless == MAX_FRUITLESS_STEPS:
-            raise NoProgress(
-                f"no progress in steps {step - MAX_FRUITLESS_STEPS + 1} to {step}: {'; '.join(signs)}; lower "
-                "trainer.lr or trainer.max_grad_norm and start again from a checkpoint before"
-            )
+            first = step - MAX_FRUITLESS_STEPS + 1
+            way_out = after_divergence([number for number in self._saved() if number < first])
+            raise NoProgress(f"no progress in steps {first} to {step}: {'; '.join(signs)}; {way_out}")
         self._check_empty(step, stats)
         self._check_signal(step, stats)
 
@@ -120,8 +132,8 @@ class Guard:
             kept = ", ".join(f"{name} {stats[name].total / max(stats[name].count, 1):.2g}" for name in ratios)
             raise NoProgress(
                 f"no progress in steps {step - MAX_EMPTY_STEPS + 1} to {step}: masks left no response to learn from "
-                f"({f'shares kept: {kept}' if kept else 'all weights are 0'}); relax algorithm's masks, or choose "
-                "prompts that suit the model"
+                f"({f'shares kept: {kept}' if kept else 'all weights are 0'}); relax algorithm's masks "
+                "(resume_from=latest algorithm.KEY=...), or choose prompts that suit the model"
             )
 
     def _check_signal(self, step: int, stats: Stats) -> None:

@@ -15,7 +15,7 @@ from hpcrl.config import Config
 from hpcrl.controller.building import build
 from hpcrl.controller.checkpoints import CheckpointError, NotSavedError
 from hpcrl.controller.context import Run
-from hpcrl.controller.guard import MismatchError, NoProgress, Stopped
+from hpcrl.controller.guard import MismatchError, NoProgress, Stopped, after_divergence
 from hpcrl.controller.rank0_run import Rank0Run
 from hpcrl.messaging.background import Background
 from hpcrl.messaging.dispatcher import Controller, RankFailed, RankLost, RankSilent
@@ -28,7 +28,7 @@ from hpcrl.rollout.scheduling.scheduler import RolloutExhausted
 from hpcrl.run_folder import OWNERS, VERDICT, SupersededError, check_owner, finish_run
 from hpcrl.spec.tables import PIPELINES, ROLES
 from hpcrl.system.exit_codes import ASKED, SIGNAL_CODES, ExitCode
-from hpcrl.system.files import is_storage_error, write_durably
+from hpcrl.system.files import is_storage_error, steps_in, write_durably
 from hpcrl.system.log import BARE
 from hpcrl.system.signals import STOPPING
 from hpcrl.timeline.recorder import Recorder
@@ -115,6 +115,8 @@ def control(
             message = f"{message}; {report}"
         if run is not None:
             _tell_hints(run.close(within_s=LAST_WORDS_S))
+        if code is ExitCode.NO_PROGRESS and not isinstance(error, NoProgress):  # a rank met numbers that are not finite
+            message = f"{message}; {after_divergence(steps_in(run_dir / 'checkpoints'))}"
         if not (run_dir / OWNERS).is_dir():
             code, message = ExitCode.NOT_SAVED, f"{run_dir} was removed or moved while the run used it: {message}"
         if code is ExitCode.NOT_SAVED and isinstance(run, Run):

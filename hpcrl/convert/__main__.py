@@ -6,9 +6,9 @@
     python -m hpcrl.convert --checkpoint DeepSeek-V3 --output DeepSeek-V3-bf16
 
 Reads torch_dist of Megatron-LM and the checkpoints of hpcrl's trainers; needs no GPU and no Megatron. The checkpoint is
-a run folder (its newest checkpoint), a step_NNNNNN folder of it, or a folder of Megatron-LM; or a model with quantised
-weights (fp8, mxfp4), of which bfloat16 is made. Numbers pass through memory in blocks of rows. After a kill the same
-command continues with the missing files.
+a run folder (its newest checkpoint, or the one of --step), a step_NNNNNN folder of it, or a folder of Megatron-LM; or a
+model with quantised weights (fp8, mxfp4), of which bfloat16 is made. Numbers pass through memory in blocks of rows.
+After a kill the same command continues with the missing files.
 """
 
 from __future__ import annotations
@@ -44,6 +44,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> ArgumentParser:
     parser = ArgumentParser("hpcrl.convert", __doc__)
     parser.add_argument("--checkpoint", required=True, type=Path, metavar="DIR", help="what to convert")
+    parser.add_argument(
+        "--step", metavar="N|best", help="of a run folder: the checkpoint of this step, or the best (keep_best.metric)"
+    )
     parser.add_argument("--output", required=True, type=Path, metavar="DIR", help="a new or empty folder")
     parser.add_argument("--to", choices=("hf", "megatron"), default="hf", help="default: hf")
     parser.add_argument(
@@ -72,6 +75,8 @@ def _convert(words: argparse.Namespace) -> str:
     for name, value in (("--shard-gb", words.shard_gb), ("--threads", words.threads)):
         if value is not None and not 0 < value < 1e9:
             raise ValueError(f"{name} {value}: a number above 0 and below 1e9 is needed")
+    if words.step is not None and words.to == "megatron":
+        raise ValueError(f"--step {words.step}: it chooses a checkpoint of a run, and --to megatron reads a model")
     import torch  # torch and modules that import it are imported here, so --help is fast
 
     from hpcrl.convert.conversions import ConvertOptions, to_hf, to_megatron
@@ -79,7 +84,9 @@ def _convert(words: argparse.Namespace) -> str:
     began = time.monotonic()
     dtype = getattr(torch, DTYPES[words.dtype]) if words.dtype else None
     hashes, most_bytes = not words.skip_hashes, int(words.shard_gb * 1e9)
-    options = ConvertOptions(words.model, dtype, words.verify, hashes, most_bytes, words.threads, mtp=words.mtp)
+    options = ConvertOptions(
+        words.model, dtype, words.verify, hashes, most_bytes, words.threads, step=words.step, mtp=words.mtp
+    )
     result = (to_megatron if words.to == "megatron" else to_hf)(words.checkpoint, words.output, options)
     seconds = time.monotonic() - began
     rate = f", {result.written_bytes / 1e6 / seconds:.0f} MB/s" if result.written_bytes else ""

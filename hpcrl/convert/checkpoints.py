@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hpcrl.checkpoint.best import read_best
 from hpcrl.checkpoint.commit import MANIFEST, METADATA, FileEntry, find_latest, first_damage, problem_of
 from hpcrl.models.quantisation import quantisation
 from hpcrl.run_folder import CONFIG, stored_config
-from hpcrl.system.files import steps_in
+from hpcrl.system.files import step_name, steps_in
 
 CHECKPOINTS = "checkpoints"
 ITERATION = "latest_checkpointed_iteration.txt"
@@ -44,11 +45,13 @@ def find(
     hashes: bool,
     tell: Callable[[str], None],
     report_progress: Callable[[], None] = lambda: None,
+    step: str | None = None,
 ) -> Found:
     """Find a checkpoint. `path` is a run folder of hpcrl (its newest valid checkpoint is found), a step folder or the
     critic's folder in it, or a Megatron-LM checkpoint or a folder of such (the newest is found).
 
     Args:
+        step: Of a run folder, the checkpoint of this step instead, or with `best` the one that BEST names.
         hashes: Check the SHA-256 of each file of an hpcrl checkpoint, instead of only its size.
         tell: Called with a line of text before a long operation.
         report_progress: Called repeatedly during the search; its exception ends the search.
@@ -64,6 +67,8 @@ def find(
 
     if not path.is_dir():
         raise ValueError(f"--checkpoint {path} is not a folder")
+    if step is not None:
+        path = _of_step(path, step)
     if is_quantised(path):
         return Found(path, model or path)
     folder, run = path, None
@@ -75,10 +80,10 @@ def find(
         if latest.path is None:
             raise ValueError(f"--checkpoint {path}: this run has no checkpoint yet")
         folder = latest.path
-    elif step := next((step for step in (path, path.absolute().parent) if (step / MANIFEST).is_file()), None):
-        if problem := problem_of(step, damage):
+    elif saved := next((at for at in (path, path.absolute().parent) if (at / MANIFEST).is_file()), None):
+        if problem := problem_of(saved, damage):
             raise ValueError(f"--checkpoint {path} is damaged: {problem}")
-        run = step.parent.parent
+        run = saved.parent.parent
     elif steps_in(path):
         raise ValueError(
             f"--checkpoint {path} has several checkpoints; name the run folder {path.parent} or one of them"
@@ -89,6 +94,26 @@ def find(
         folder = _inside(folder)
         tell(f"reading {folder}")
     return Found(folder, model or _model_of(folder, run))
+
+
+def _of_step(run: Path, step: str) -> Path:
+    """The folder of a run's checkpoint of this step, or of the best one. ValueError if it is not there."""
+    root = run / CHECKPOINTS
+    if not root.is_dir():
+        raise ValueError(f"--step {step}: {run} is no run folder with checkpoints; it is only read with one")
+    present = f"there are checkpoints of steps {', '.join(map(str, steps_in(root))) or 'none'}"
+    if step == "best":
+        best = read_best(root)
+        if best is None:
+            raise ValueError(f"--step best: {root} names no best checkpoint (keep_best.metric); {present}")
+        number = best.step
+    elif re.fullmatch(r"\d{1,12}", step):
+        number = int(step)
+    else:
+        raise ValueError(f"--step {step}: expected a step's number or best; {present}")
+    if number not in steps_in(root):
+        raise ValueError(f"--step {step}: {root} has no checkpoint of step {number}; {present}")
+    return root / step_name(number)
 
 
 def read_config(model: Path) -> dict[str, Any]:

@@ -45,6 +45,7 @@ class ConvertOptions:
             call resumes.
         fence: Called before the output gets its final name.
         again: Accept a complete output, which an earlier call may have written before it was killed.
+        step: Of a run folder, the step whose checkpoint is converted, or `best`; None: the newest.
         mtp: Whether a model in HF layout gets the multi-token prediction layers of the model's folder.
     """
 
@@ -58,6 +59,7 @@ class ConvertOptions:
     report_progress: Callable[[], None] = lambda: None
     fence: Callable[[], None] = lambda: None
     again: bool = False
+    step: str | None = None
     mtp: MTP = "keep"
 
 
@@ -78,7 +80,7 @@ def to_hf(checkpoint: Path, output: Path, options: ConvertOptions) -> Converted:
     def tell(note: str) -> None:
         print(f"hpcrl.convert: {note}", file=options.stream or sys.stderr, flush=True)
 
-    found = find(checkpoint, options.model, options.hashes, tell, options.report_progress)
+    found = find(checkpoint, options.model, options.hashes, tell, options.report_progress, options.step)
     config = read_config(found.model)
     quantised = is_quantised(found.folder)
     whole = QuantisedWeights(found.folder, config) if quantised else opened(found.folder, config, found.model)

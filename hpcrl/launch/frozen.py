@@ -25,7 +25,8 @@ from hpcrl.spec.problems import dotted
 
 SUBMITTED_CONFIG = f"{SLURM}/submitted.yaml"
 """In a run folder: the configuration that a job of hpcrl.launch starts from, with the arguments that made it."""
-OF_THE_LAUNCH = ("dry_run", "resume", "run_dir")
+OPTIONS_OF_A_LAUNCH = ("dry_run", "resume", "resume_from", "resume_reason")
+OF_THE_LAUNCH = (*OPTIONS_OF_A_LAUNCH, "run_dir")
 """Keys that configure the launch, not the run."""
 PATHS = tuple(f"{section}.path" for section in SECTIONS)
 
@@ -33,22 +34,40 @@ PATHS = tuple(f"{section}.path" for section in SECTIONS)
 @dataclass
 class LaunchConfig:
     """The configuration of a launch. `arguments` made it, None if unknown; `ignored` has `key: stored -> now` for each
-    value that files now set differently than when the run began."""
+    value that files now set differently than when the run began; `explicit` are the dotted keys that the command line
+    gives, None if the configuration was settled before."""
 
     reading: LoadedConfig
     arguments: tuple[str, ...] | None
     ignored: list[str] = member(default_factory=list)
+    explicit: list[str] | None = None
 
 
 def resolve_config(argv: Sequence[str]) -> LaunchConfig:
     """The configuration of these arguments; if there is a run, its stored one. ConfigError as in read()."""
     reading = read(argv)
-    arguments = tuple(word for word in argv if _key(word) not in ("dry_run", "resume"))
+    settled = _settled(reading, argv)
+    if settled is not None:
+        return settled
+    found = _with_stored(reading, tuple(word for word in argv if _key(word) not in OPTIONS_OF_A_LAUNCH))
+    found.explicit = [dotted(override.path) for override in reading.composition.overrides]
+    return found
+
+
+def _settled(reading: LoadedConfig, argv: Sequence[str]) -> LaunchConfig | None:
+    """The configuration if --config names the run's own file."""
+    arguments = tuple(word for word in argv if _key(word) not in OPTIONS_OF_A_LAUNCH)
     folder, file = run_folder(reading), reading.composition.file
     if file is not None and file.of_run and _is(folder, file.data.get("run_dir")):
         # The run's stored or submitted configuration, which was settled before.
         further = [word for word in split_file(arguments)[1] if _key(word) != "run_dir"]
         return LaunchConfig(reading, None if file.arguments is None else (*file.arguments, *further))
+    return None
+
+
+def _with_stored(reading: LoadedConfig, arguments: tuple[str, ...]) -> LaunchConfig:
+    """The configuration of a command line; if there is a run, its stored one with the changes of the command line."""
+    folder = run_folder(reading)
     made, stored = read_arguments(folder), _stored(folder)
     if made is None or stored is None or reading.composition.data.get("resume") == "fresh":
         return LaunchConfig(reading, arguments)
@@ -82,7 +101,9 @@ def _keep(
     old = stored.model_dump(mode="json")
     composition = Composition(file=ConfigFile(folder / CONFIG, old, of_run=True))
     composition.overrides = [*reading.composition.overrides]
-    launch = {"run_dir": str(folder), "dry_run": bool(reading.composition.data.get("dry_run")), "resume": "auto"}
+    asked = reading.composition.data
+    launch = {"run_dir": str(folder), "dry_run": bool(asked.get("dry_run")), "resume": "auto"}
+    launch |= {"resume_from": asked.get("resume_from"), "resume_reason": asked.get("resume_reason", "")}
     if then is None:
         ignored = [f"no longer valid: {' '.join(reading.problems[0].text.split())}"]
         return LaunchConfig(read_data(old | launch, composition), arguments, ignored)

@@ -107,7 +107,8 @@ def _begin(arguments: Sequence[str]) -> int:
         _end_chain(run.run_dir)
         return NOTHING_TO_DO
     plan = describe(config, layout, model, run, shown)
-    said = [f"changed: {', '.join(run.changes)}"] if run.changes else []
+    said = [f"resume_from: {run.lineage}"] if run.lineage else []
+    said += [f"changed: {', '.join(run.changes)}"] if run.changes else []
     for line in (*said, *described(run.ignored, config.model_dump(mode="json"))):
         logger.info("%s", line)
     given = (config.run_dir, config.resume, plan, run.arguments, shown.image_tokens)

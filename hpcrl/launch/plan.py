@@ -160,6 +160,7 @@ def _place_notes(config: Config, run: RunState) -> Iterator[str]:
 
 def _kind(run: RunState) -> str:
     words = {"fresh": "new", "resume": f"attempt {run.attempt + 1}, resumes", "finished": "finished"}[run.kind]
+    words += f", {run.lineage}" if run.lineage else ""
     return f"{words}; changed: {', '.join(run.changes)}" if run.changes else words
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hpcrl.checkpoint.commit import problem_of
 from hpcrl.cluster.container import check_container
 from hpcrl.cluster.layout import RoleLayout, check_layout
 from hpcrl.cluster.placement import check_placement
@@ -29,6 +30,7 @@ from hpcrl.planner.image_memory import with_row_tokens
 from hpcrl.planner.memory import check_sizes
 from hpcrl.planner.served import check_judge_sizes
 from hpcrl.run_folder import CONFIG, RunState, check_run
+from hpcrl.system.files import step_name, steps_in
 
 if TYPE_CHECKING:
     from hpcrl.data.templates import FolderTemplate
@@ -65,7 +67,7 @@ def prepare(argv: Sequence[str]) -> tuple[Config, RoleLayout, ModelFolder | None
             config = _check_reward_model(reading, config)
             if not layout_problems:
                 _check_sizes(reading, config, model, seen.image_tokens)
-        run = _check_run(reading, config)
+        run = _check_run(reading, config, resolved.explicit)
         if run is not None and run.kind != "finished" and not config.dry_run and not reading.unread:
             config = config.model_copy(update={"run_dir": str(run.run_dir)})
             reading.add(list(config.pipeline_spec.inspect(config, run.kind == "resume")))
@@ -284,13 +286,25 @@ def _check_sizes(reading: LoadedConfig, config: Config, model: ModelFolder | Non
             reading.add(list(check_host_memory(config, layout, shape)))
 
 
-def _check_run(reading: LoadedConfig, config: Config) -> RunState | None:
-    """The run folder. If keys were unreadable, a stored run cannot be compared and is not checked."""
+def _check_run(reading: LoadedConfig, config: Config, explicit: Sequence[str] | None) -> RunState | None:
+    """The run folder, and the sizes of the files of a checkpoint that a branch begins from. If keys were unreadable, a
+    stored run cannot be compared and is not checked."""
     if reading.unread and (Path(config.run_dir) / CONFIG).exists():
         return None
     try:
         started = config.model_copy(update={"dry_run": False})
-        return check_run(started.model_dump(mode="json"), config.run_dir, config.resume)
+        run = check_run(started.model_dump(mode="json"), config.run_dir, config.resume, explicit)
+        if run.branch is not None:
+            _check_checkpoint(run.run_dir / "checkpoints", run.branch.step)
+        return run
     except ConfigError as error:
         reading.add([Problem((), line, (("run_dir",), ("run_name",))) for line in error.problems])
         return None
+
+
+def _check_checkpoint(root: Path, step: int) -> None:
+    """ConfigError if a checkpoint's files do not have their committed sizes; their content is read at the start."""
+    if problem := problem_of(root / step_name(step), lambda folder, entries: ""):
+        others = ", ".join(str(other) for other in steps_in(root) if other != step) or "none"
+        text = f"resume_from: the checkpoint of step {step} in {root} is damaged: {problem}"
+        raise ConfigError([f"{text}; choose another (checkpoints of steps {others})"])

@@ -204,7 +204,8 @@ def storage_rows(config: Config, layout: RoleLayout, shape: ModelShape) -> Itera
     except CannotPlanError as error:
         yield "saves", f"cannot be planned: {error}"
         return
-    rate, kept = config.cluster.storage_gb_per_s, config.keep_checkpoints
+    rate = config.cluster.storage_gb_per_s
+    kept = config.keep_checkpoints + (config.keep_best.metric is not None)
     total = (kept + 1) * num_bytes
     yield (
         "saves",

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 KEYS = {
     "--checkpoint": "convert.source",
     "--output": "convert.target",
+    "--step": "convert.step",
     "--model": "convert.model",
     "--skip-hashes": "convert.hashes=false",
 }
@@ -31,6 +32,9 @@ class ConvertConfig(Section):
 
     source: str | None = None
     """Run folder whose newest checkpoint is read, one of its checkpoints, or a checkpoint of Megatron-LM."""
+    step: Annotated[str, Field(pattern=r"^(\d{1,12}|best)$")] | None = None
+    """Of a run folder, the step whose checkpoint is read, or best: the one that keep_best.metric keeps; null: the
+    newest."""
     target: str | None = None
     """New folder for the model; null: hf in the folder of this run."""
     model: str | None = None
@@ -60,7 +64,8 @@ def _inspect(config: Any, resumes: bool) -> Iterator[Problem]:
     if section.source is None:
         return
     try:
-        read_config(find(Path(section.source), _path(section.model), hashes=False, tell=lambda _: None).model)
+        model, step = _path(section.model), section.step
+        read_config(find(Path(section.source), model, hashes=False, tell=lambda _: None, step=step).model)
     except (ValueError, OSError) as error:
         yield Problem(("convert", "source"), _by_key(error), (("convert", "model"),))
     if not resumes and target.exists() and not (target.is_dir() and not any(target.iterdir())):
@@ -103,6 +108,7 @@ def convert(run: Rank0Run) -> None:
         report_progress=run.report_progress,
         fence=run.fence,
         again=run.resumes,
+        step=section.step,
         mtp=section.mtp,
     )
     try:

@@ -4,13 +4,15 @@
     owners/NNNN   the owner of attempt NNNN          finished.json   written when the run reached its end
     plan.txt      the plan of the newest attempt
 
-The same configuration resumes the run; a different one is refused with the differences. The owner of an attempt is the
+The same configuration resumes the run; a different one is refused with the differences, unless the start opens a branch
+(branches.py). The owner of an attempt is the
 process that opened the run, or its Slurm job, whose state Slurm is queried for. An owner's record is created with
 O_EXCL under the number after the last attempt, which must have ended or died, so only one of two simultaneous launches
 succeeds. The highest number owns the run; check_owner verifies this before every commit, so a superseded attempt
 commits nothing. A submitted job that still waits also holds the run (slurm/submitted.json).
 """
 
+from hpcrl.run_folder.branches import BRANCH_KEYS, branches_of, changed_keys, newest_branch, settle_branch
 from hpcrl.run_folder.changes import ENGINE_KEYS, MAY_CHANGE, division_keys, stored_config
 from hpcrl.run_folder.opening import RunState, check_run, open_run
 from hpcrl.run_folder.ownership import SupersededError, check_owner, close_run, lives_as_job, process_lives
@@ -43,6 +45,7 @@ from hpcrl.run_folder.records import (
 
 __all__ = [
     "AGENT",
+    "BRANCH_KEYS",
     "CONFIG",
     "ENGINE_KEYS",
     "FACTS",
@@ -57,6 +60,8 @@ __all__ = [
     "VERDICT",
     "RunState",
     "SupersededError",
+    "branches_of",
+    "changed_keys",
     "check_owner",
     "check_run",
     "close_run",
@@ -67,6 +72,7 @@ __all__ = [
     "last_end",
     "lives_as_job",
     "log_folder",
+    "newest_branch",
     "open_run",
     "process_lives",
     "read_finished",
@@ -75,6 +81,7 @@ __all__ = [
     "read_refusal",
     "record_refusal",
     "record_submission",
+    "settle_branch",
     "stored_config",
     "submitted_jobs",
     "world_folder",

@@ -12,6 +12,7 @@ import yaml
 from hpcrl.config import Config, ConfigError, parse
 from hpcrl.config.config_file import arguments_in
 from hpcrl.config.renamed_keys import with_new_names
+from hpcrl.run_folder.branches import BRANCH_KEYS, OPENING_KEYS
 from hpcrl.run_folder.records import CONFIG
 from hpcrl.spec.table import SpecError
 from hpcrl.spec.tables import GEN_ENGINES, TRAIN_ENGINES
@@ -29,6 +30,7 @@ MAY_CHANGE = (
     "save_every",
     "eval_every",
     "keep_checkpoints",
+    "keep_best",
     "resume",
     "dry_run",
     "check_weights",
@@ -99,22 +101,53 @@ def effective(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     return yaml.safe_load(yaml.safe_dump(dict(config), sort_keys=False)) | {"run_dir": str(folder)}
 
 
-def permitted_changes(config: Mapping[str, Any], folder: Path) -> list[str]:
+def permitted_changes(
+    config: Mapping[str, Any], folder: Path, branch: bool = False, explicit: Iterable[str] | None = None
+) -> list[str]:
     """`key: old -> new` for every key that differs from the stored configuration. ConfigError lists the keys that may
-    not differ at a resume."""
+    not differ at a resume or, with `branch`, at a branch.
+
+    `explicit` are the keys that the command line gives, None if unknown: at a branch, no other key of BRANCH_KEYS may
+    differ, so an argument that is left out changes nothing unnoticed.
+    """
     stored, new = _complete(read_config(folder), effective(config, folder))
-    changes = differences(stored, new)
+    changes = [(key, line) for key, line in differences(stored, new) if key not in OPENING_KEYS]
     sections, obstacle = _of_engines(stored, new)
     may_change = (*MAY_CHANGE, *division_keys(config), *sections)
     if "train" in ((each.get("model") or {}).get("mtp") for each in (stored, new)):  # it changes what checkpoints have
         may_change = tuple(key for key in may_change if key != "model.mtp")
     refused = [line for key, line in changes if not is_below(key, may_change)]
+    of_branch = [key for key, line in changes if is_below(key, BRANCH_KEYS) and line in refused]
+    if branch:
+        refused = _refused_at_branch(stored, changes, refused, of_branch, explicit)
     if obstacle:
         refused += [f"{line}: {obstacle}" for key, line in changes if key in ENGINE_KEYS]
     if refused:
-        head = f"{folder} holds a run of another configuration; use its values, another run_name, or resume=fresh:"
-        raise ConfigError([head, *(f"  {line}" for line in refused)])
+        head = f"{folder} holds a run of another configuration; use its values, another run_name, or resume=fresh"
+        if branch:
+            head = f"{head} (resume_from lets only the optimizer's and the loss's keys change)"
+        elif of_branch:
+            head += f"; {', '.join(of_branch)} may change at a branch, with resume_from=latest or a checkpoint's step"
+        raise ConfigError([f"{head}:", *(f"  {line}" for line in refused)])
     return [line for _, line in changes]
+
+
+def _refused_at_branch(
+    stored: Mapping[str, Any],
+    changes: Iterable[tuple[str, str]],
+    refused: Iterable[str],
+    of_branch: Iterable[str],
+    explicit: Iterable[str] | None,
+) -> list[str]:
+    """The lines that stay refused at a branch. `of_branch` are the keys that may change there."""
+    told, given = dict(changes), None if explicit is None else list(explicit)
+    lines = [line for line in refused if line not in {told[key] for key in of_branch}]
+    for key in of_branch:
+        if given is not None and not is_below(key, given):
+            lines.append(f"{told[key]}: the command line does not give it; a branch changes only what it gives")
+        elif key == "rollout.temperature" and (stored.get("rollout") or {}).get("max_staleness"):
+            lines.append(f"{told[key]}: with rollout.max_staleness, the checkpoint has responses drawn at the old one")
+    return lines
 
 
 def _of_engines(stored: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[list[str], str]:

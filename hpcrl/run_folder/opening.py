@@ -11,7 +11,8 @@ from typing import Any, Literal
 
 from hpcrl.config import ConfigError
 from hpcrl.config.config_file import write_config
-from hpcrl.run_folder.changes import effective, permitted_changes
+from hpcrl.run_folder.branches import REASON, RESUME_FROM, Branch, branches_of, find_branch, is_same
+from hpcrl.run_folder.changes import effective, permitted_changes, read_config
 from hpcrl.run_folder.models import check_models, models_of
 from hpcrl.run_folder.ownership import check_free, claim
 from hpcrl.run_folder.provenance import machine_facts
@@ -36,6 +37,9 @@ class RunState:
     Args:
         attempt: From open_run, the attempt that this process owns; from check_run, the newest so far (0 if none).
         changes: Permitted differences from the stored configuration.
+        branch: The branch that this start opens (resume_from); None if it opens none.
+        from_step: The step of a branch whose later work is still to be set aside; None: the newest checkpoint.
+        lineage: About a branch that is opened, or that goes on though resume_from is given; else empty.
         finished: Content of finished.json if `kind` is "finished".
         ignored: From the launch: what files (conf/, --config) now set differently, which the run ignores.
         arguments: From the launch: the arguments that made the configuration; None if unknown.
@@ -46,24 +50,53 @@ class RunState:
     attempt: int = 0
     changes: list[str] = field(default_factory=list)
     finished: dict[str, Any] = field(default_factory=dict)
+    branch: Branch | None = None
+    from_step: int | None = None
+    lineage: str = ""
     ignored: list[str] = field(default_factory=list)
     arguments: tuple[str, ...] | None = None
 
 
-def check_run(config: Mapping[str, Any], run_dir: str | Path, resume: str) -> RunState:
-    """The state that open_run would find; writes nothing. ConfigError, one line per problem: the folder is unusable,
-    holds files but no run, has another configuration or other models, or is owned by a live process or job."""
+def check_run(
+    config: Mapping[str, Any], run_dir: str | Path, resume: str, explicit: Sequence[str] | None = None
+) -> RunState:
+    """The state that open_run would find; writes nothing. `explicit` as for permitted_changes(). ConfigError, one line
+    per problem: the folder is unusable, holds files but no run, has another configuration or other models, or is owned
+    by a live process or job; resume_from names no checkpoint."""
     folder = _fresh_name(Path(run_dir).absolute()) if resume == "fresh" else Path(run_dir).absolute()
     _check_place(folder)
+    asked, reason = config.get(RESUME_FROM), str(config.get(REASON) or "")
     if not (folder / CONFIG).exists():
+        if asked is not None:
+            raise ConfigError([f"resume_from: {asked}, but {folder} holds no run to continue"])
         return RunState(folder, "fresh", check_free(folder))
     attempts = read_attempts(folder)
+    pending = read_config(folder).get(RESUME_FROM)
+    newest: dict[str, Any] = next(reversed(branches_of(attempts)), {})
+    max_steps = int(config.get("max_steps", 0))
+    if asked is not None and not (is_same(newest, asked, reason) and _is_resume(config, folder)):
+        permitted = permitted_changes(config, folder, branch=True, explicit=explicit)
+        check_models(config, attempts)
+        attempt = check_free(folder)
+        branch = find_branch(folder, asked, reason, max_steps)
+        told = f"branch from step {branch.step}, later work moves to abandoned/"
+        return RunState(folder, "resume", attempt, permitted, branch=branch, from_step=branch.step, lineage=told)
     permitted = permitted_changes(config, folder)
     check_models(config, attempts)
     finished = read_finished(folder)
-    if finished and int(config.get("max_steps", 0)) <= finished["max_steps"]:
+    if finished and max_steps <= finished["max_steps"] and pending is None:
         return RunState(folder, "finished", newest_attempt(folder), permitted, finished)
-    return RunState(folder, "resume", check_free(folder), permitted)
+    told = f"goes on with the branch from step {newest['from']} of attempt {newest['attempt']}" if asked else ""
+    return RunState(folder, "resume", check_free(folder), permitted, from_step=pending, lineage=told)
+
+
+def _is_resume(config: Mapping[str, Any], folder: Path) -> bool:
+    """Whether a plain resume may make all changes."""
+    try:
+        permitted_changes(config, folder)
+    except ConfigError:
+        return False
+    return True
 
 
 def open_run(
@@ -142,9 +175,23 @@ def _describe(
     attempts = read_attempts(folder)
     own = {"attempt": run.attempt, "kind": run.kind, "changes": run.changes, "models": models_of(config)}
     counted = {} if image_tokens is None else {"image_tokens": image_tokens}
+    stored = effective(config, folder)
+    reason = str(stored.get(REASON) or "")
+    if run.from_step is None:
+        stored |= {key: value for key, value in ((RESUME_FROM, None), (REASON, "")) if key in stored}
+    else:
+        before = read_config(folder)
+        stored |= {RESUME_FROM: run.from_step, REASON: reason or before.get(REASON) or ""}
+        # First, so a launch killed in between has opened the branch or not; a repetition then records it.
+        write_durably(folder / CONFIG, write_config(stored, arguments))
+        recorded = branches_of(attempts)
+        if run.branch is None and not (recorded and recorded[-1]["from"] == run.from_step):
+            own["branch"] = Branch(run.from_step, run.from_step, stored[REASON]).record([], arguments)
+    if run.branch is not None:
+        own["branch"] = run.branch.record(run.changes, arguments)
     attempts.append(own | counted | machine_facts())
     write_durably(folder / FACTS, json.dumps({"attempts": attempts}, indent=1).encode())
     if plan:
         write_durably(folder / PLAN, plan.encode())
-    write_durably(folder / CONFIG, write_config(effective(config, folder), arguments))
+    write_durably(folder / CONFIG, write_config(stored, arguments))
     (folder / FINISHED).unlink(missing_ok=True)

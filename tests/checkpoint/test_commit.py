@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from hpcrl.checkpoint.best import Best
 from hpcrl.checkpoint.commit import Facts, begin, commit, find_latest, list_files, seal_files
 from hpcrl.checkpoint.failpoint import FAILPOINTS, failpoint
 from hpcrl.checkpoint.state import STATE, encode_state, read_state
@@ -27,7 +28,7 @@ save(Path(sys.argv[1]), int(sys.argv[2]), attempt=2)
 """
 
 
-def save(root: Path, step: int, attempt: int = 1, keep: int = 2, fence=None) -> Path:
+def save(root: Path, step: int, attempt: int = 1, keep: int = 2, fence=None, best: Best | None = None) -> Path:
     """A complete save: two shards in a subfolder and the small state."""
     folder = begin(root, step, attempt)
     (folder / "trainer").mkdir()
@@ -35,7 +36,7 @@ def save(root: Path, step: int, attempt: int = 1, keep: int = 2, fence=None) -> 
         (folder / "trainer" / f"__{shard}_0.distcp").write_bytes(f"weights of step {step}, shard {shard}".encode())
     names = [*list_files(folder), write_state(folder, small_state(step))]
     facts = Facts(attempt=attempt, world={"trainer": [1, 2]})
-    return commit(root, step, folder, seal_files(folder, names), facts, keep=keep, fence=fence)
+    return commit(root, step, folder, seal_files(folder, names), facts, keep=keep, fence=fence, best=best)
 
 
 def write_state(folder: Path, state: dict) -> str:
@@ -74,7 +75,7 @@ def test_kill_at_every_sub_step_loses_nothing(tmp_path: Path, place: str) -> Non
     check_whole(tmp_path, 30 if committed else 20)
     assert {20} < set(steps_in(tmp_path)), "the checkpoint before the interrupted one is still there"
     named = (tmp_path / "LATEST").read_text().strip()
-    assert named == ("step_000030" if place in ("latest_replaced", "pruned") else "step_000020")
+    assert named == ("step_000030" if place in ("latest_replaced", "best_named", "pruned") else "step_000020")
 
     # The next attempt repeats the interrupted step if it was not committed, then saves one more.
     if not committed:

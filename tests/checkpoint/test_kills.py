@@ -8,12 +8,15 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from hpcrl.checkpoint.commit import find_latest
 from hpcrl.checkpoint.lineage import abandon_after
-from hpcrl.run_folder import check_run, close_run, open_run
+from hpcrl.run_folder import branches_of, check_run, close_run, open_run
+from hpcrl.run_folder.records import read_attempts
 from hpcrl.system.files import steps_in
 from tests.checkpoint.test_commit import check_whole, flip, save
 from tests.checkpoint.test_lineage import make_run, metric_steps
@@ -95,6 +98,42 @@ def test_setting_aside_killed_anywhere_loses_nothing(tmp_path: Path) -> None:
         assert sorted(aside) == [3, 4, 5, 6]
         cut = {step for path in (run / "abandoned").glob("*/metrics.jsonl") for step in metric_steps(path)}
         assert cut == {3, 4, 5, 6}
+
+
+def test_a_branch_killed_anywhere_while_later_work_is_set_aside_loses_nothing(tmp_path: Path) -> None:
+    template = tmp_path / "run"
+    make_run(template)
+    for run, _ in killed_everywhere(template, lambda run: abandon_after(run, 2, attempt=2, branch=True)):
+        check_whole(run / "checkpoints", max(steps_in(run / "checkpoints")))
+        abandon_after(run, 2, attempt=3, branch=True)
+        assert steps_in(run / "checkpoints") == [2] and find_latest(run / "checkpoints").problems == []
+        assert steps_in(run / "rollouts") == [1, 2] and metric_steps(run / "metrics.jsonl") == [0, 1, 2]
+        kept = [part for part in (run / "abandoned").glob("*/checkpoints") if steps_in(part)]
+        assert [steps_in(part) for part in kept] == [[4]]
+        check_whole(kept[0], 4)
+
+
+def test_opening_a_branch_killed_anywhere_opens_it_at_the_next_start(tmp_path: Path) -> None:
+    """The old configuration with its newest step, or the new one with the branch's step; never a mixture."""
+    config: dict[str, Any] = {"run_name": "demo", "max_steps": 5, "trainer": {"lr": 0.1}, "resume_from": None}
+    changed = config | {"trainer": {"lr": 0.01}, "resume_from": 2}
+    template = tmp_path / "demo"
+    close_run(template, open_run(config, template, "auto").attempt)
+    for step in (2, 4):
+        (template / "checkpoints" / f"step_{step:06d}").mkdir(parents=True)
+    states = set()
+    for run, _ in killed_everywhere(template, lambda run: open_run(changed, run, "auto")):
+        for record in (run / "owners").glob("*"):
+            if not record.read_text():
+                record.write_text('{"ended": "spares the wait for a record that is made but not written"}')
+        stored = yaml.safe_load((run / "config.yaml").read_text())
+        states.add((stored["trainer"]["lr"], stored["resume_from"]))
+        state = open_run(changed, run, "auto")
+        assert state.from_step == 2
+        branches = branches_of(read_attempts(run))
+        assert {branch["from"] for branch in branches} == {2} and len(branches) == 1
+        close_run(run, state.attempt)
+    assert states == {(0.1, None), (0.01, 2)}
 
 
 @pytest.mark.parametrize("before", ["nothing", "a run"])

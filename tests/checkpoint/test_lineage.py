@@ -58,6 +58,21 @@ def test_a_damaged_checkpoint_is_set_aside_before_anything_else(tmp_path: Path) 
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["LATEST", "step_000002", "step_000004"]
 
 
+def test_a_branch_keeps_the_later_checkpoints(tmp_path: Path) -> None:
+    make_run(tmp_path)
+    (tmp_path / "timeline").mkdir()
+    for name in ("step_000002.jsonl", "step_000003.jsonl", "step_3.jsonl", "notes"):
+        (tmp_path / "timeline" / name).touch()
+    moved = abandon_after(tmp_path, 2, attempt=5, branch=True)
+    aside = tmp_path / "abandoned/5"
+    assert steps_in(tmp_path / "checkpoints") == [2] and steps_in(aside / "checkpoints") == [4]
+    assert find_latest(aside / "checkpoints").path == aside / "checkpoints/step_000004", "still whole"
+    assert [path.name for path in (aside / "timeline").iterdir()] == ["step_000003.jsonl"]
+    assert moved[0] == f"checkpoint step_000004 moved to {aside / 'checkpoints'}"
+    save(tmp_path / "checkpoints", 4, attempt=5)
+    assert steps_in(tmp_path / "checkpoints") == [2, 4] and steps_in(aside / "checkpoints") == [4]
+
+
 def test_a_run_that_starts_over_sets_everything_aside(tmp_path: Path) -> None:
     make_run(tmp_path)
     abandon_after(tmp_path, -1, attempt=2)

@@ -50,7 +50,7 @@ def make_guard(
         ([NAN, NAN, GOOD, NAN, NAN], ""),
         ([GOOD] * 5, ""),
         ([{}] * 5, ""),
-        ([GOOD, NAN, NAN, NAN], "steps 2 to 4: actor/total_loss is nan; lower trainer.lr"),
+        ([GOOD, NAN, NAN, NAN], "steps 2 to 4: actor/total_loss is nan; there is no checkpoint before"),
         ([NAN, SKIPPED, SKIPPED], "steps 1 to 3: all 4 updates were skipped"),
     ],
 )
@@ -163,3 +163,10 @@ def _why(end_s: float) -> str:
     guard = make_guard(end_s, save_s=2.0)
     guard.after_step(8.0)
     return guard.must_stop()
+
+
+def test_a_divergence_names_the_checkpoints_before_it() -> None:
+    guard = Guard(lambda: None, lambda: 0.0, 0.0, Deadline({}), saved=lambda: [20, 40, 42])
+    with pytest.raises(NoProgress, match=r"resume_from=40 trainer\.lr=.*\(checkpoints of steps 20, 40\)$"):
+        for step in range(40, 44):
+            guard.check_progress(step, GOOD if step == 40 else NAN)

@@ -139,12 +139,12 @@ def ranks() -> Iterator[Ranks]:
         writer.close()
 
 
-def make(tmp_path: Path, ranks: Ranks) -> Checkpoints:
-    """The saves of a new attempt; the previous one has ended."""
+def make(tmp_path: Path, ranks: Ranks, **values: Any) -> Checkpoints:
+    """The saves of a new attempt, with more values of its configuration; the previous one has ended."""
     for before in sorted((tmp_path / OWNERS).glob("[0-9]*"))[-1:]:
         close_run(tmp_path, int(before.name))
     ranks_of = {"trainer": {"num_ranks": 2}, "generator": {"num_ranks": 2, "colocate_with": None}}
-    config = Config.model_validate({"save_every": 2, "layout": ranks_of})
+    config = Config.model_validate({"save_every": 2, "layout": ranks_of, **values})
     layout = replace(RoleLayout.from_config(config), generator_tensor_parallel=2)
     attempt = open_run(config.model_dump(mode="json"), tmp_path, "auto").attempt
     controller = cast(Controller, ranks)

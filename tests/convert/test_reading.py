@@ -24,6 +24,7 @@ from hpcrl.checkpoint.commit import Facts, begin, commit, seal_files
 from hpcrl.checkpoint.shards import STORAGES, ShardedCheckpoint
 from hpcrl.convert import streaming
 from hpcrl.convert.__main__ import main
+from hpcrl.convert.checkpoints import find
 from hpcrl.convert.outputs import hf_files, output_dtypes
 from hpcrl.convert.sources import opened
 from hpcrl.convert.streaming import Progression
@@ -495,3 +496,35 @@ def test_shards_of_every_type_are_read(dtype: torch.dtype, tmp_path: Path) -> No
     found = checkpoint.read("table", ((1, 3), (0, 4)))
     checkpoint.close()
     assert found.dtype == dtype and torch.equal(found, tensor[1:3])
+
+
+@pytest.mark.parametrize(
+    ("step", "said"),
+    [
+        (
+            "best",
+            "--step best: {root} names no best checkpoint (keep_best.metric); there are checkpoints of steps 10, 20",
+        ),
+        ("15", "--step 15: {root} has no checkpoint of step 15; there are checkpoints of steps 10, 20"),
+        ("newest", "--step newest: expected a step's number or best; there are checkpoints of steps 10, 20"),
+        ("10", "--checkpoint {root}/step_000010 is damaged: manifest.json cannot be read"),
+    ],
+)
+def test_a_step_that_cannot_be_read_is_named(tmp_path: Path, step: str, said: str) -> None:
+    root = tmp_path / "checkpoints"
+    for number in (10, 20):
+        (root / f"step_{number:06d}").mkdir(parents=True)
+    (root / "step_000010" / "manifest.json").write_text("{}")
+    with pytest.raises(ValueError) as error:
+        find(tmp_path, None, hashes=False, tell=lambda _: None, step=step)
+    assert str(error.value).startswith(said.format(root=root))
+    with pytest.raises(ValueError, match="is no run folder with checkpoints"):
+        find(root, None, hashes=False, tell=lambda _: None, step=step)
+
+
+def test_a_best_step_whose_checkpoint_is_gone_is_named(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints/step_000020").mkdir(parents=True)
+    best = {"step": 10, "metric": "val/score/mean", "mode": "max", "value": 0.5}
+    (tmp_path / "checkpoints/BEST").write_text(json.dumps(best))
+    with pytest.raises(ValueError, match="has no checkpoint of step 10; there are checkpoints of steps 20"):
+        find(tmp_path, None, hashes=False, tell=lambda _: None, step="best")
