@@ -30,6 +30,7 @@ from hpcrl.messaging.messages import (
     EnvObservation,
     LoadPending,
     PromptPayload,
+    ReadEpisodes,
     ReadTexts,
     Rescore,
     Response,
@@ -94,6 +95,7 @@ class GeneratorRole:
             SavePending: self._save_held,
             LoadPending: self._load_held,
             ReadTexts: self._peek,
+            ReadEpisodes: self._read_episodes,
         }
 
     def poll(self) -> bool:
@@ -344,7 +346,14 @@ class GeneratorRole:
         if command.whole:
             texts = [state.held.text().decode() for state in states]
             return Done(seq, texts=texts, media=[_for_pages(state.shown) for state in states])
-        return Done(seq, texts=[state.held.messages[-1]["content"] for state in states])
+        refused = [state.rollout is None for state in states]  # a prompt that the engine refused has no response
+        texts = [
+            "" if none else state.held.messages[-1]["content"] for none, state in zip(refused, states, strict=True)
+        ]
+        return Done(seq, texts=texts)
+
+    def _read_episodes(self, command: ReadEpisodes, seq: int) -> Done:
+        return Done(seq, texts=[self.samples[sample].as_episode() for sample in command.samples])
 
 
 def _for_pages(pictures: Sequence[Medium]) -> tuple[Medium, ...]:
