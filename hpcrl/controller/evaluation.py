@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -75,6 +75,29 @@ class Evaluation:
             self._loop.forget([answer.group for answer in sampled])
         return merge([stats, timed("time/val_step", start)])
 
+    @property
+    def prompts(self) -> list[tuple[Prompt, RowOrigin]]:
+        """All validation prompts."""
+        return list(zip(self._prompts, self._origins, strict=True))
+
+    @property
+    def num_slots(self) -> int:
+        """Responses that all living replicas generate at the same time."""
+        return sum(slots for rank, slots in self._slots.items() if rank not in self._controller.lost)
+
+    def rows_of(self, places: Collection[int]) -> list[dict[str, Any]]:
+        """Rows of new responses to the prompts at these places, without those of a replica that is lost meanwhile. Each
+        prompt has the same seeds in every call."""
+        config = self._config
+        asked = [
+            config.eval.of_domain(prompt.domain) if place in places else None
+            for place, prompt in enumerate(self._prompts)
+        ]
+        answers = self._answers(0, asked)
+        rows = whole_rows(self._controller, config, answers)
+        self._loop.forget([answer.group for answer in answers])
+        return rows
+
     def before_and_after(self, last: int) -> str:
         """The kept examples as text, a few short lines each."""
         kept, lines = read_examples(self._run_dir), []
@@ -88,6 +111,10 @@ class Evaluation:
                 verdict = "right" if example["score"] > 0 else "wrong"
                 lines.append(f"    {name:>6}  {verdict}  {_short(example['response'])}")
         return "\n".join(["validation completions before and after:", *lines]) if lines else ""
+
+    def header(self, step: int) -> dict[str, Any]:
+        """The first object of this step's file of responses."""
+        return header(self._config.model.path or "tiny", step, set_headers(self._config, self.prompts))
 
     def _answers(self, number: int, asked: Sequence[EvalSampling | None]) -> list[PromptAnswer]:
         """The responses to all prompts in the n-th evaluation, as `asked` for each prompt; None leaves a prompt out.
@@ -118,10 +145,8 @@ class Evaluation:
 
     def _keep_responses(self, step: int, answers: Sequence[PromptAnswer]) -> None:
         """Write all responses."""
-        sets = set_headers(self._config, [(answer.prompt, answer.origin) for answer in answers])
-        head = header(self._config.model.path or "tiny", step, sets)
         rows = whole_rows(self._controller, self._config, answers)
-        write_responses(responses_file(self._run_dir, step), head, rows)
+        write_responses(responses_file(self._run_dir, step), self.header(step), rows)
 
     def _keep_examples(self, step: int, answers: Sequence[PromptAnswer]) -> None:
         """Keep the first completions, from prompts without environments."""

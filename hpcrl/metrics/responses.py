@@ -27,6 +27,11 @@ def responses_file(run_dir: Path, step: int) -> Path:
     return run_dir / FOLDER / f"{step_name(step)}.jsonl"
 
 
+def partial_file(run_dir: Path) -> Path:
+    """The responses of an unfinished evaluation alone."""
+    return run_dir / FOLDER / "partial.jsonl"
+
+
 def header(model: str, step: int, sets: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """The first line's object. `sets` has temperature, samples, max_new_tokens and path of each set."""
     return {"format": FORMAT, "model": model, "step": step, "sets": {name: dict(own) for name, own in sets.items()}}
@@ -51,6 +56,12 @@ def read_responses(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     if not found or found[0].get("format") != FORMAT:
         raise ValueError(f"{path}: the first line is no header of an evaluation of format {FORMAT}")
     return found[0], [row for row in found[1:] if "set" in row]
+
+
+def count_responses(run_dir: Path) -> int:
+    """The number of responses that an evaluation alone has stored."""
+    path = next((path for path in (partial_file(run_dir), responses_file(run_dir, 0)) if path.is_file()), None)
+    return max(path.read_bytes().count(b"\n") - 1, 0) if path is not None else 0
 
 
 def _object(line: bytes) -> dict[str, Any] | None:

@@ -19,6 +19,7 @@ from hpcrl.checkpoint.commit import seal_files
 from hpcrl.data.chat import end_ids
 from hpcrl.data.reasoning import TAIL_TOKENS, TurnTexts
 from hpcrl.engines.gen.generation_engine import GenEngine, PromptRefused, ReplicaRanks, Request, SamplingParams
+from hpcrl.engines.hf_folder import read_safetensors
 from hpcrl.messaging.messages import (
     AbortSamples,
     Admit,
@@ -76,6 +77,8 @@ class GeneratorRole:
         ranks = ReplicaRanks(replica, replica.index(worker.world.rank), group)
         make = GEN_ENGINES[worker.config.gen_engine].load()
         self.engine: GenEngine = make(worker.config, worker.model_path, worker.tokenizer, ranks)
+        if not worker.config.pipeline_spec.trains:  # no trainer sends weights
+            self.engine.load_weights(read_safetensors(worker.model_path), version=0)
         self._end_ids = end_ids(worker.tokenizer)
         self._shows_images = rewards_with_images(worker.config)  # by domain, to its reward
         self.trainer = OneProcess.of(worker, self.engine)
