@@ -12,9 +12,10 @@ from pathlib import Path
 
 from hpcrl.cluster.layout import CONTROLLER, RoleLayout
 from hpcrl.config import Config
-from hpcrl.controller.building import build
+from hpcrl.controller.building import build, build_evaluation
 from hpcrl.controller.checkpoints import CheckpointError, NotSavedError
 from hpcrl.controller.context import Run
+from hpcrl.controller.evaluation_run import EvaluationRun
 from hpcrl.controller.guard import MismatchError, NoProgress, Stopped, after_divergence
 from hpcrl.controller.rank0_run import Rank0Run
 from hpcrl.messaging.background import Background
@@ -68,7 +69,7 @@ def control(
         timeline=_timeline(world, config, layout, run_dir, attempt),
     )
     worker.join()
-    run: Run | Rank0Run | None = None
+    run: Run | Rank0Run | EvaluationRun | None = None
     try:
         pipeline = PIPELINES[config.pipeline]
         if pipeline.rank0_only:
@@ -78,8 +79,12 @@ def control(
                 from hpcrl.engines.tiny import make_tiny_model  # imports models, which takes seconds
 
                 make_tiny_model(config.model.tiny, model_path)
-            parts = build(controller, background, layout, config, run_dir, model_path, attempt)
-            run = Run(config, run_dir, parts, controller.timeline)
+            if pipeline.trains:
+                parts = build(controller, background, layout, config, run_dir, model_path, attempt)
+                run = Run(config, run_dir, parts, controller.timeline)
+            else:
+                evaluation = build_evaluation(controller, layout, config, run_dir, model_path)
+                run = EvaluationRun(config, run_dir, attempt, world.trace.report_progress, evaluation)
         stop_run = run.stop
         for number in STOPPING:
             signal.signal(number, lambda n, _: stop_run(n))
@@ -99,7 +104,7 @@ def control(
         return _tell(world, SIGNAL_CODES.get(stopped.signal_number, ExitCode.REQUEUE), str(stopped))
     except Exception as error:
         logger.error("the run ends", exc_info=True)
-        code, message = _explain(error, built=isinstance(run, Run))
+        code, message = _explain(error, built=isinstance(run, Run | EvaluationRun))
         if code is ExitCode.DEADLINE:
             pending = run.pending_prompts() if isinstance(run, Run) else []
             report = write_hang_report(
