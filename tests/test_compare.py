@@ -207,11 +207,14 @@ def test_the_prompts_that_changed_most_are_shown(tmp_path: Path, capsys: pytest.
         (f"{2:016x}", {"a": 1, "b": 0}),
         (f"{0:016x}", {"a": 0.5, "b": 0.75}),
     ], "prompt 1 did not change"
-    assert shown[0]["a"] == {"prompt": "user: s 2?", "response": "It is 1.", "answer": "1"}
+    assert shown[0]["a"] == {"prompt": "user: s 2?", "response": "It is 1.", "answer": "1", "gold": ""}
     assert shown[0]["b"]["response"] == f"assistant: {long}"
     assert main([a, b, "--show", "1"]) == ExitCode.DONE
     text = capsys.readouterr().out
-    assert "-- 1. s, prompt 0000000000000002: A 1, B 0\n[prompt]\nuser: s 2?\n[answer]\n1\n[A]\nIt is 1.\n[B]\n" in text
+    assert (
+        "-- 1. s, prompt 0000000000000002: A 1, B 0\n[prompt]\nuser: s 2?\n[A]\nIt is 1.\n[answer of A]\n1\n[B]\n"
+        in text
+    )
     assert "assistant: begin xxx" in text and " characters ...]" in text and "-- 2." not in text
 
 

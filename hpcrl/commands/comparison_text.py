@@ -165,9 +165,13 @@ def _prompt(found: Comparison, prompt: ComparedPrompt, number: int) -> Iterator[
     before, after = prompt.means
     a, b = _texts(found, prompt)
     yield one_line(f"-- {number}. {prompt.set}, {found.by} {prompt.key}: A {before:.4g}, B {after:.4g}")
-    parts = {"prompt": a.prompt, "answer": a.answer, "A": a.response, "B": b.response}
-    if b.prompt != a.prompt:
-        parts["prompt of B"] = b.prompt
+    parts = {
+        "prompt": a.prompt,
+        "prompt of B": "" if b.prompt == a.prompt else b.prompt,
+        "gold answer": a.gold or b.gold,
+    }
+    for letter, texts in (("A", a), ("B", b)):
+        parts |= {letter: texts.response, f"answer of {letter}": texts.answer}
     for name, text in parts.items():
         if text:
             yield f"[{name}]"

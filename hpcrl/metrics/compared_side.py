@@ -25,11 +25,12 @@ class ComparedResponse:
 
 
 class ResponseTexts(NamedTuple):
-    """The texts of a response's line."""
+    """The texts of a response's line. `answer` was found in the response, `gold` is the right one; empty if unknown."""
 
     prompt: str
     response: str
     answer: str
+    gold: str
 
 
 @dataclass

@@ -92,13 +92,17 @@ def _read_task(side: ComparedSide, file: Path, by: By, metric: str) -> None:
 
 
 def sample_texts(response: ComparedResponse) -> ResponseTexts:
-    """Prompt, first response and target of a sample; log-likelihoods as they are written."""
+    """Prompt, response, filtered response and target of a sample; log-likelihoods as they are written."""
     line = line_at(response)
-    arguments, first = line.get("arguments"), line.get("resps")
-    prompt: Any = ""
+    arguments, prompt = line.get("arguments"), ""
     if isinstance(arguments, dict) and isinstance(request := next(iter(arguments.values()), None), dict):
-        prompt = next(iter(request.values()), "")
-    while isinstance(first, list) and len(first) == 1:
-        first = first[0]
-    shown = first if isinstance(first, str) else msgspec.json.encode(first).decode()
-    return ResponseTexts(as_text(prompt), shown, str(line.get("target", "")))
+        prompt = as_text(next(iter(request.values()), ""))
+    shown, answer = _only(line.get("resps")), _only(line.get("filtered_resps"))
+    return ResponseTexts(prompt, shown, answer="" if answer == shown else answer, gold=str(line.get("target", "")))
+
+
+def _only(responses: Any) -> str:
+    """The only text in nested lists, else the lists as JSON."""
+    while isinstance(responses, list) and len(responses) == 1:
+        responses = responses[0]
+    return responses if isinstance(responses, str) else msgspec.json.encode(responses).decode()

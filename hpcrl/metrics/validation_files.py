@@ -85,9 +85,8 @@ def read_validation(file: Path, by: By = "prompt") -> ComparedSide:
 
 
 def validation_texts(response: ComparedResponse) -> ResponseTexts:
-    """Prompt, response and answer of a line of a validation file."""
+    """Prompt, response and its answer of a line of a validation file."""
     line = line_at(response)
     answer = line.get("answer")
-    return ResponseTexts(
-        as_text(line.get("prompt")), as_text(line.get("response")), "" if answer is None else str(answer)
-    )
+    texts = as_text(line.get("prompt")), as_text(line.get("response"))
+    return ResponseTexts(*texts, answer="" if answer is None else str(answer), gold="")

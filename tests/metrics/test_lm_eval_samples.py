@@ -50,8 +50,13 @@ def test_the_newest_file_of_each_task_is_read(tmp_path: Path) -> None:
 def test_responses_and_log_likelihoods_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(PLAIN), str(WORDY), "--show", "8"]) == ExitCode.DONE
     text = capsys.readouterr().out
-    assert "[prompt]\nQ: 40 + 2\nA:\n[answer]\n42\n[A]\n42\n[B]\nThe sum is 42" in text
+    assert "[prompt]\nQ: 40 + 2\nA:\n[gold answer]\n42\n[A]\n42\n[B]\nThe sum is 42" in text
     assert '[A]\n[[["-1.0","False"]],[["-2.0","False"]]]' in text
+    assert (
+        main([str(PLAIN), str(WORDY), "--show", "8", "--set", "sums", "--metric", "exact_match,number"])
+        == ExitCode.DONE
+    )
+    assert "[gold answer]\n15\n[A]\n15\n[B]\n14" in capsys.readouterr().out
 
 
 def test_a_run_is_compared_by_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
