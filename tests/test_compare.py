@@ -152,6 +152,12 @@ def test_unusable_sides_are_one_line_errors(tmp_path: Path, capsys: pytest.Captu
         tmp_path / "bad.jsonl", header(), {"set": "s", "prompt_id": "0", "score": "1", "row": 0}, line("s", 1, 0, 1)
     )
     assert "bad.jsonl:2: not a scored response" in refused(capsys, good, bad)
+    for score in ("1e999", "NaN", "null"):
+        row = json.dumps(line("s", 0, 0, 1)).replace('"score": 1,', f'"score": {score},')
+        (tmp_path / "bad.jsonl").write_text(json.dumps(header()) + "\n" + row + "\n")
+        assert "bad.jsonl:2: not a scored response" in refused(capsys, good, bad), score
+    (tmp_path / "bad.jsonl").write_text("[" * 100_000 + "\n")
+    assert "bad.jsonl:1: not the header" in refused(capsys, good, bad)
     assert "--metric f1" in refused(capsys, good, good, "--metric", "f1")
     assert "--show -1" in refused(capsys, good, good, "--show", "-1")
 

@@ -77,6 +77,8 @@ def read_side(name: str, by: By = "prompt", metric: str | None = None, task: str
     files = [path]
     if path.is_dir():
         samples = newest_samples(path) if not (path / VALIDATION).is_dir() else {}
+        if samples and step is not None:
+            raise ValueError(f"{name}: @STEP selects a validation of a run folder; {path} has samples of tasks")
         files = [samples[task]] if task in samples else [*samples.values()] or [validation_file(path, step)]
     elif step is not None:
         raise ValueError(f"{name}: @STEP selects a validation of a run folder, and {path} is a file")

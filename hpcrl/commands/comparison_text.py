@@ -171,7 +171,7 @@ def _prompt(found: Comparison, prompt: ComparedPrompt, number: int) -> Iterator[
         "gold answer": a.gold or b.gold,
     }
     for letter, texts in (("A", a), ("B", b)):
-        parts |= {letter: texts.response, f"answer of {letter}": texts.answer}
+        parts |= {letter: texts.response or "(empty)", f"answer of {letter}": texts.answer}
     for name, text in parts.items():
         if text:
             yield f"[{name}]"

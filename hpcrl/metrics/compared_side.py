@@ -3,12 +3,11 @@ read again when they are shown."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
-
-import msgspec
 
 By = Literal["prompt", "row"]
 """What identifies a prompt of a set: its content, or its row in the set's file."""
@@ -69,13 +68,25 @@ def lines_of(file: Path) -> Iterator[FileLine]:
         raise ValueError(f"{file}: {error.strerror}") from error
 
 
+def object_of(line: bytes) -> dict[str, Any]:
+    """The JSON object of a line, also with NaN and lone surrogates, which Python's json writes. ValueError if it is
+    none."""
+    try:
+        found = json.loads(line)
+    except RecursionError as error:
+        raise ValueError("nested too deep") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{type(found).__name__}, not an object")
+    return found
+
+
 def line_at(response: ComparedResponse) -> dict[str, Any]:
     """The whole line of a response. ValueError if the file has changed since it was read."""
     try:
         with response.file.open("rb") as file:
             file.seek(response.offset)
-            return msgspec.json.decode(file.readline(), type=dict[str, Any])
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+            return object_of(file.readline())
+    except (OSError, ValueError) as error:
         raise ValueError(f"{response.file}: it has changed since it was read: {error}") from error
 
 
@@ -85,7 +96,7 @@ def as_text(content: Any) -> str:
         return content
     if isinstance(content, list):
         return "\n\n".join(_message(message) for message in content)
-    return msgspec.json.encode(content).decode()
+    return json.dumps(content, ensure_ascii=False)
 
 
 def _message(message: Any) -> str:
@@ -96,5 +107,5 @@ def _message(message: Any) -> str:
         parts = [part if isinstance(part, dict) else {"text": part} for part in content]
         content = "\n".join(str(part.get("text") or f"[{part.get('type', 'part')}]") for part in parts)
     calls = message.get("tool_calls")
-    shown = [str(content or ""), *([msgspec.json.encode(calls).decode()] if calls else [])]
+    shown = [str(content or ""), *([json.dumps(calls, ensure_ascii=False)] if calls else [])]
     return f"{message.get('role', '?')}: " + "\n".join(filter(None, shown))

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import math
 import re
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from hpcrl.metrics.compared_side import By, ComparedResponse, ComparedSide, ResponseTexts, as_text, line_at, lines_of
+from hpcrl.metrics.compared_side import (
+    By,
+    ComparedResponse,
+    ComparedSide,
+    ResponseTexts,
+    as_text,
+    line_at,
+    lines_of,
+    object_of,
+)
 
 NAME = re.compile(r"samples_(.+)_(\d{4}-\d\d-\d\dT[^/]*)\.jsonl")
 """A file's name: task and date."""
@@ -18,8 +27,8 @@ def is_samples(file: Path) -> bool:
     """Whether a file begins with a sample of lm-evaluation-harness."""
     first = next(lines_of(file), None)
     try:
-        return first is not None and "doc_id" in msgspec.json.decode(first.content, type=dict[str, Any])
-    except (msgspec.DecodeError, UnicodeDecodeError):
+        return first is not None and "doc_id" in object_of(first.content)
+    except ValueError:
         return False
 
 
@@ -55,8 +64,8 @@ def _read_task(side: ComparedSide, file: Path, by: By, metric: str) -> None:
     filters: dict[str, None] = {}
     for line in lines_of(file):
         try:
-            row = msgspec.json.decode(line.content, type=dict[str, Any])
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            row = object_of(line.content)
+        except ValueError as error:
             if not line.ended:
                 side.torn = file
                 break
@@ -71,7 +80,7 @@ def _read_task(side: ComparedSide, file: Path, by: By, metric: str) -> None:
         metrics = row.get("metrics") or []
         name = name or str(next(iter(metrics), ""))
         score = row.get(name)
-        if not isinstance(score, bool | int | float):
+        if not isinstance(score, bool | int | float) or not math.isfinite(score):
             there = ", ".join(map(str, metrics)) or "not named in the file"
             raise ValueError(
                 f"{file}:{line.number}: no number for the metric {name or '(none)'}; --metric METRIC[,FILTER] selects "
@@ -105,4 +114,4 @@ def _only(responses: Any) -> str:
     """The only text in nested lists, else the lists as JSON."""
     while isinstance(responses, list) and len(responses) == 1:
         responses = responses[0]
-    return responses if isinstance(responses, str) else msgspec.json.encode(responses).decode()
+    return responses if isinstance(responses, str) else json.dumps(responses, ensure_ascii=False)

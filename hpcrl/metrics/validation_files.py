@@ -59,7 +59,7 @@ def read_validation(file: Path, by: By = "prompt") -> ComparedSide:
         raise ValueError(f"{file}: the file is empty")
     try:
         header = msgspec.json.decode(first.content, type=_Header)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{file}:1: not the header of a validation file: {error}") from error
     if header.format != FORMAT:
         raise ValueError(
@@ -71,7 +71,7 @@ def read_validation(file: Path, by: By = "prompt") -> ComparedSide:
     for line in lines:
         try:
             row = decoder.decode(line.content)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             if not line.ended:
                 side.torn = file
                 break

@@ -51,7 +51,7 @@ def test_responses_and_log_likelihoods_are_shown(capsys: pytest.CaptureFixture[s
     assert main([str(PLAIN), str(WORDY), "--show", "8"]) == ExitCode.DONE
     text = capsys.readouterr().out
     assert "[prompt]\nQ: 40 + 2\nA:\n[gold answer]\n42\n[A]\n42\n[B]\nThe sum is 42" in text
-    assert '[A]\n[[["-1.0","False"]],[["-2.0","False"]]]' in text
+    assert '[A]\n[[["-1.0", "False"]], [["-2.0", "False"]]]' in text
     assert (
         main([str(PLAIN), str(WORDY), "--show", "8", "--set", "sums", "--metric", "exact_match,number"])
         == ExitCode.DONE
@@ -71,6 +71,18 @@ def test_a_run_is_compared_by_row(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert [each["row"] for each in found["shown"]] == ["1", "2"]
 
 
+def test_numbers_that_json_does_not_have_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As Python's json writes them: NaN in a document of pandas, a lone surrogate in a response."""
+    (good,) = PLAIN.glob("samples_sums_*")
+    row = json.loads(good.read_text().splitlines()[0])
+    odd = write(tmp_path / "odd.jsonl", row | {"doc": {"year": float("nan")}, "resps": [["\ud800"]], "exact_match": 0})
+    assert "NaN" in Path(odd).read_text()
+    assert main([str(good), odd, "--set", "sums=odd", "--show", "1"]) == ExitCode.DONE
+    assert "[B]\n\\ud800" in capsys.readouterr().out
+    bad = write(tmp_path / "bad.jsonl", row | {"exact_match": float("nan")})
+    assert "no number for the metric exact_match" in refused(capsys, bad, bad)
+
+
 def test_damaged_samples_name_their_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (good,) = PLAIN.glob("samples_sums_*")
     lines = good.read_text().splitlines(keepends=True)
@@ -81,3 +93,4 @@ def test_damaged_samples_name_their_line(tmp_path: Path, capsys: pytest.CaptureF
     assert f"{torn}:2: not JSON" in refused(capsys, str(good), str(torn))
     torn.write_text(lines[0] + json.dumps({"doc": {}}) + "\n")
     assert f"{torn}:2: no doc_id" in refused(capsys, str(good), str(torn))
+    assert "@STEP" in refused(capsys, f"{PLAIN}@3", str(WORDY))
