@@ -13,19 +13,19 @@ MAX_ROWS = 1 << 24
 
 
 class DataSource(Section):
-    """One source of prompts: files (jsonl, json, csv, tsv, parquet, arrow), or generated: `task:NAME` (built in),
-    `reasoning_gym:NAME`, `env:DOMAIN` (starts of episodes) or `expert:NAME` (episodes of a built-in environment's
-    expert)."""
+    """One source of prompts: files (jsonl, json, csv, tsv, parquet, arrow), a benchmark (`benchmark:NAME`), or
+    generated: `task:NAME` (built in), `reasoning_gym:NAME`, `env:DOMAIN` (starts of episodes) or `expert:NAME`
+    (episodes of a built-in environment's expert)."""
 
     path: str
-    """File, pattern, folder, name of a data set in the local Hugging Face cache, task:NAME, reasoning_gym:NAME,
-    env:DOMAIN or expert:NAME."""
+    """File, pattern, folder, name of a data set in the local Hugging Face cache, benchmark:NAME, task:NAME,
+    reasoning_gym:NAME, env:DOMAIN or expert:NAME."""
     domain: str | None = None
     """Domain of all rows of this source; null: each row's own, from the column data.domain_key."""
     size: Annotated[int, Field(ge=1, lt=MAX_ROWS), NUMBER] | None = None
     """Rows per epoch of a generated source."""
     options: dict[str, Any] = {}
-    """Arguments of a generated source's task."""
+    """Arguments of a generated source's task; of a benchmark, file and template."""
 
 
 def _one_or_many(value: Any) -> str:
@@ -86,7 +86,7 @@ class DataConfig(Section):
     reasoning_gym:NAME, env:DOMAIN, expert:NAME, or a list of these or of {path, domain, size, options}; null, in a run
     that trains nothing (pipeline=evaluate): none."""
     val: Sources | None = None
-    """Validation prompts, in the same forms; null: no evaluation."""
+    """Validation prompts, in the same forms, or benchmark:NAME; null: no evaluation."""
     prompt_key: str | None = None
     """Column of the prompt; null: prompt, messages, conversations, question, problem or instruction, if it exists."""
     answer_key: str | None = None

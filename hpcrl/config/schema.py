@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, Field, model_validator
 
+from hpcrl.config.benchmark_sampling import sampled_benchmarks
 from hpcrl.config.cluster import ClusterConfig, LayoutConfig
 from hpcrl.config.data import DataConfig
 from hpcrl.config.domains import EnvConfig, RewardConfig
@@ -200,6 +201,14 @@ class Config(Section):
         if given.get("ratio_to") == "generator" and "ratio_to" in SURROGATE_KEYS.get(surrogate, ()):
             return data  # the loss's ratio corrects
         return data | {"algorithm": {"correction": "truncate"} | given}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _benchmarks_sampled(cls, data: Any) -> Any:
+        """Set samples and temperature of benchmarks that are usually answered several times."""
+        if not isinstance(data, dict) or (sampled := sampled_benchmarks(data)) == data.get("eval", {}):
+            return data
+        return data | {"eval": sampled}
 
     @property
     def pipeline_spec(self) -> PipelineSpec:

@@ -11,8 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from hpcrl.config import DataSource
+from hpcrl.data.benchmarks import BenchmarkTable
 from hpcrl.data.files import FORMATS, ShardedTable, Table, TaskTable, ending, open_file
 from hpcrl.data.tasks import Split, is_generated, make_task
+from hpcrl.spec.benchmarks import BENCHMARKS, BenchmarkOptions, benchmark_name
+from hpcrl.spec.options import read_options
 
 HUB_NAME = re.compile(r"([A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*)(?:/(.+))?")
 """A hub data set, and a file, folder or pattern in it."""
@@ -30,21 +33,57 @@ def open_table(source: DataSource, seed: int, split: Split) -> Table:
         task = make_task(source.path, source.options, source.size, seed, split)
         task.row(0)  # errors in the options appear in the first row
         return TaskTable(task, source.path, seed, source.options)
-    found = find_rows(source.path)
+    if benchmark := benchmark_name(source.path):
+        return _open_benchmark(source, benchmark, split)
     for key in ("size", "options"):
         if getattr(source, key):
             raise ValueError(f"{source.path}: {key} is for generated sources (task:, reasoning_gym:) only")
+    return _open_files(source.path)
+
+
+def _open_files(path: str) -> Table:
+    found = find_rows(path)
     tables = [open_file(path) for path in ([found] if isinstance(found, Path) else found)]
-    table = tables[0] if len(tables) == 1 else ShardedTable(source.path, tables)
+    table = tables[0] if len(tables) == 1 else ShardedTable(path, tables)
     if not len(table):
-        raise ValueError(f"{source.path}: holds no rows")
+        raise ValueError(f"{path}: holds no rows")
     return table
 
 
-def is_missing(path: str) -> bool:
-    """Whether the files of a source, unless it is generated, do not exist."""
+def _open_benchmark(source: DataSource, name: str, split: Split) -> Table:
+    """The rows of a benchmark. ValueError for training on its published file, and how to get it if it is not there."""
+    if source.size is not None:
+        raise ValueError(
+            f"{source.path}: size={source.size} is for generated sources; use eval.sets.{name}.num_prompts"
+        )
     try:
-        find_rows(path)
+        options = read_options(BenchmarkOptions, source.options)
+    except ValueError as error:
+        raise ValueError(f"{source.path}: {error}") from error
+    published = BENCHMARKS[name].file
+    if split == "train" and options.file is None:
+        raise ValueError(
+            f"{source.path}: the test set, which is for data.val; set options.file to train on another file"
+        )
+    try:
+        table = _open_files(options.file or published)
+    except NothingThere as error:
+        if options.file is not None:
+            raise ValueError(f"{source.path}: {error}") from error
+        raise ValueError(
+            f"{source.path}: {published} is not in the local Hugging Face cache; on a machine with network access, "
+            f"run: python -m hpcrl prefetch datasets/{published} (or set options.file to a file of this form)"
+        ) from error
+    return BenchmarkTable(name, options, table)
+
+
+def is_missing(source: DataSource) -> bool:
+    """Whether the files of a source, unless it is generated, do not exist."""
+    if is_generated(source.path):
+        return False
+    try:
+        name = benchmark_name(source.path)
+        find_rows(str(source.options.get("file") or BENCHMARKS[name].file) if name else source.path)
     except FileNotFoundError:
         return True
     except ValueError:

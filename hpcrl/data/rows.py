@@ -23,6 +23,7 @@ from hpcrl.data.media import ImageFile, image_column, images_of, place_images, r
 from hpcrl.data.messages import ImagePart, Messages, one_turn, read_messages, read_tools
 from hpcrl.data.places import open_table
 from hpcrl.data.tasks import Split
+from hpcrl.spec.benchmarks import BENCHMARK
 from hpcrl.spec.media import IMAGE, IMAGE_MARK
 
 logger = logging.getLogger(__name__)
@@ -33,6 +34,8 @@ RESPONSE_KEYS = ("response", "completion", "output")
 VARIABLES_KEY = "chat_template_kwargs"
 DEFAULT_DOMAIN = "default"
 PROGRESS_ROWS = 100_000  # rows between progress lines, about half a minute
+DEFAULT_KEYS = {"prompt_key": None, "answer_key": None, "domain_key": "tag"}
+"""Keys of data that select columns, for benchmarks, which have columns of their own."""
 MAX_PROBLEMS = 10  # lines shown; further problems are counted
 MAX_ROW_BYTES = 16 << 20
 """Limit for the JSON of a row's answer and other columns, which go to the reward or environment with each response: a
@@ -285,8 +288,10 @@ class RowSet:
         check: ChecksRows | None = None,
         read: ReadRow = parse_row,
     ):
-        self._config, self._check, self._read = config, check, read
+        self._check, self._read = check, read
         self.sources = sources(config, split)
+        own = config.model_copy(update=DEFAULT_KEYS)
+        self._configs = [own if source.path.startswith(BENCHMARK) else config for source in self.sources]
         if not self.sources:
             raise ValueError(f"data.{split} is not set")
         problems: list[str] = []
@@ -381,7 +386,7 @@ class RowSet:
         table, source = self.tables[number], self.sources[number]
         fixed = source.domain or table.fixed_domain
         where, folder = table.where(index), table.folder(index)
-        return self._read(table.row(index), self._config, fixed, where, table.padded, folder)
+        return self._read(table.row(index), self._configs[number], fixed, where, table.padded, folder)
 
     def rows_of(self, domain: str) -> tuple[int, str]:
         """The number of rows of a domain, and `file:line` of the first."""
@@ -414,10 +419,9 @@ class RowSet:
 
     def fingerprint(self) -> dict[str, str]:
         """Source -> properties that determine its rows and their domains, to check a cursor."""
-        key = self._config.domain_key
         rows = {
-            f"{number} {source.path}": f"{len(table)} rows {table.digest} tag {source.domain or key}"
-            for number, (source, table) in enumerate(zip(self.sources, self.tables, strict=True))
+            f"{number} {source.path}": f"{len(table)} rows {table.digest} tag {source.domain or config.domain_key}"
+            for number, (source, table, config) in enumerate(zip(self.sources, self.tables, self._configs, strict=True))
         }
         images = {
             f"{IMAGE_FILES} {number} {self.sources[number].path}": known.hexdigest()

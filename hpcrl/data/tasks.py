@@ -16,6 +16,7 @@ from pydantic import Field, model_validator
 
 from hpcrl.config import Positive, Section
 from hpcrl.data.env_sources import ExpertTask, StartTask
+from hpcrl.spec.benchmarks import BENCHMARK, SUITE, is_suite
 from hpcrl.spec.fields import NUMBER
 from hpcrl.spec.options import read_options
 
@@ -24,6 +25,8 @@ DEFAULT_SIZE: dict[Split, int] = {"train": 65536, "val": 1024}
 
 WORDS = ("cat", "dog", "sun", "sea", "red", "ice", "oak", "bee", "fox", "owl", "rye", "ink")
 
+SUITE_ROWS = 20  # of each data set in a suite, by default
+MAX_SUITE_ROWS = 1024
 VALIDATION_EVERY = 16  # one row content in this many belongs to val, the others to train
 
 # These verifiers give wrong results for gold answers or for wrong answers (reasoning-gym 0.1.25).
@@ -188,6 +191,32 @@ class ReasoningGymTask:
         return {"prompt": entry["question"], "answer": entry["answer"], "reasoning_gym": recipe}
 
 
+class SuiteTask:
+    """A category of reasoning-gym: a row of each of its data sets in turn, the same rows in every run."""
+
+    def __init__(self, name: str, size: int | None):
+        """`size` of None: SUITE_ROWS of each data set. ValueError if it is above MAX_SUITE_ROWS of each."""
+        self.name = name
+        sets = _data_sets(name.removeprefix(SUITE))
+        self.size = size or SUITE_ROWS * len(sets)
+        if self.size > (most := MAX_SUITE_ROWS * len(sets)):
+            raise ValueError(f"{BENCHMARK}{name}: size={size} is above {most}, {MAX_SUITE_ROWS} of each data set")
+        # A data set's items depend on its size, so all suites have the same.
+        self._tasks = [ReasoningGymTask(each, {}, MAX_SUITE_ROWS, 0, "val") for each in sets]
+
+    def row(self, index: int) -> dict[str, Any]:
+        place, task = divmod(index, len(self._tasks))
+        return {**self._tasks[task].row(place), "tags": [self._tasks[task].name]}
+
+
+def _data_sets(category: str) -> list[str]:
+    """The names of a category's data sets, in order, without those whose verifier is wrong."""
+    from reasoning_gym.factory import DATASETS  # slow
+
+    found = {name for name, (kind, _) in DATASETS.items() if f".{category}." in kind.__module__}
+    return sorted(found - BROKEN_REASONING_GYM.keys())
+
+
 def make_reasoning_gym(name: str, size: int, seed: int, options: dict[str, Any]) -> Any:
     """The data set; ValueError gives the reason if it cannot be created."""
     import reasoning_gym  # slow
@@ -202,6 +231,12 @@ def make_task(path: str, options: dict[str, Any], size: int | None, seed: int, s
     """The task of a generated source, with epochs of `size` rows (None: 65536, for val 1024). ValueError describes an
     error of name, options or size."""
     kind, _, name = path.partition(":")
+    if is_suite(path):
+        if options:
+            raise ValueError(f"{path}: no options; reasoning_gym:NAME takes those of a data set")
+        if split == "train":
+            raise ValueError(f"{path}: for data.val; reasoning_gym:NAME has other rows for data.train")
+        return SuiteTask(name, size)
     rows = size or DEFAULT_SIZE[split]
     if kind in EPISODES:
         return EPISODES[kind](name, options, rows, seed, split)
@@ -229,7 +264,7 @@ def built_in_reward(path: str) -> tuple[str, str | None]:
 
 def is_generated(path: str) -> bool:
     """Whether a data path names a generated source rather than a file."""
-    return path.startswith(GENERATED)
+    return path.startswith(GENERATED) or is_suite(path)
 
 
 def _hash(content: bytes) -> int:

@@ -248,10 +248,8 @@ def _missing_files(config: Config) -> list[str]:
         return []
     from hpcrl.data.places import is_missing
     from hpcrl.data.rows import sources
-    from hpcrl.data.tasks import is_generated
 
-    paths = [source.path for split in ("train", "val") for source in sources(config.data, split)]
-    return [path for path in paths if not is_generated(path) and is_missing(path)]
+    return [source.path for split in ("train", "val") for source in sources(config.data, split) if is_missing(source)]
 
 
 def _sources(data: DataConfig, split: Literal["train", "val"], shown: ShownRows) -> str:

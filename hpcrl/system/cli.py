@@ -34,6 +34,10 @@ COMMANDS = {
     "report": ("hpcrl.commands.report", "write what happened in a run, or in several, into one HTML file"),
     "serve": ("hpcrl.commands.serve", "serve the reports of all runs below a folder to a browser, as they are now"),
     "eval": ("hpcrl.launch.evaluation", "evaluate a model or a run's checkpoint: scores, pass@k, a page of responses"),
+    "compare": (
+        "hpcrl.commands.compare",
+        "compare two models on the same prompts: difference, interval, changed prompts",
+    ),
     "score": ("hpcrl.commands.score", "try a reward on an answer or on a file of rows, without a run"),
     "convert": ("hpcrl.convert.__main__", "convert a checkpoint to a model in HF layout, or an HF model to Megatron"),
     "track": ("hpcrl.commands.track", "upload the metrics of a run to a tracker, from a machine with network access"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from hpcrl.data.tasks import Split, built_in_reward, is_generated
 from hpcrl.rewards.grading.extract import after_marker, last_boxed
 from hpcrl.rewards.reward import Reward, make_reward
 from hpcrl.rewards.serving.protocol import Begin, Ready, pack, take_answers
+from hpcrl.spec.benchmarks import BENCHMARK, BENCHMARKS, benchmark_name
 from hpcrl.spec.tables import REWARDS
 
 DEFAULT = "default"
@@ -28,7 +30,12 @@ class Router:
     """Domain -> RewardConfig: its own section, else `default`; without sections, the source's built-in reward."""
 
     def __init__(self, config: Config):
-        self._sections = _drawn(config) if config.debug == "fake" else dict(config.reward) or built_in_rewards(config)
+        if config.debug == "fake":
+            self._sections = _drawn(config)
+        else:  # a benchmark's reward goes before reward.default
+            self._sections = (
+                benchmark_rewards(config) | dict(config.reward) if config.reward else built_in_rewards(config)
+            )
 
     def restricted(self, domain: str | None, elsewhere: Collection[str]) -> Router:
         """The router of a rank that scores one domain, or, with None, all domains not scored elsewhere."""
@@ -61,11 +68,26 @@ def _drawn(config: Config) -> dict[str, RewardConfig]:
     return {DEFAULT: RewardConfig(name="fake", options={"pass_rate": fake.pass_rate, "latency_s": fake.reward_s})}
 
 
-def built_in_rewards(config: Config) -> dict[str, RewardConfig]:
-    """Default rewards: each task's own, and maths for a file's domain if its first gold answer has "####" or a box."""
+def benchmark_rewards(config: Config) -> dict[str, RewardConfig]:
+    """Domain -> the reward of a benchmark (`benchmark:NAME`)."""
+    splits: tuple[Split, ...] = ("train", "val")
     found: dict[str, RewardConfig] = {}
+    for source in (source for split in splits for source in sources(config.data, split)):
+        with contextlib.suppress(ValueError):  # read_splits reports an unknown name
+            if name := benchmark_name(source.path):
+                reward = BENCHMARKS[name].reward if name in BENCHMARKS else "reasoning_gym"
+                found[source.domain or name] = RewardConfig.model_validate({"name": reward})
+    return found
+
+
+def built_in_rewards(config: Config) -> dict[str, RewardConfig]:
+    """Default rewards: each task's and benchmark's own, and maths for a file's domain if its first gold answer has
+    "####" or a box."""
+    found = benchmark_rewards(config)
     for split in ("train", "val"):
         for source in sources(config.data, split):
+            if source.path.startswith(BENCHMARK):
+                continue
             if is_generated(source.path):
                 domain, name = built_in_reward(source.path)
                 if name is not None:
