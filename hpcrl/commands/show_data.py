@@ -114,6 +114,8 @@ def _reading(given: Sequence[str], val: Sequence[str], file: str | None) -> Read
     data: dict[str, Any] = dict(composition.data.get("data") or {})
     if files:
         data |= {"train": files, "val": None}
+    elif val and "train" not in (composition.data.get("data") or {}):
+        data |= {"train": None}
     if val:
         data |= {"val": list(val)}
     if not (files or val or file or words):

@@ -257,6 +257,11 @@ def start_domains(config: DataConfig, split: Split) -> dict[str, str]:
     return {source.domain or source.path.removeprefix(STARTS): source.path for source in given}
 
 
+def keys_of(source: DataSource, config: DataConfig) -> DataConfig:
+    """The keys with which a source's rows are parsed."""
+    return config.model_copy(update=DEFAULT_KEYS) if source.path.startswith(BENCHMARK) else config
+
+
 class ChecksRows(Protocol):
     """A check of rows that needs more than the row, such as the chat template."""
 
@@ -290,8 +295,7 @@ class RowSet:
     ):
         self._check, self._read = check, read
         self.sources = sources(config, split)
-        own = config.model_copy(update=DEFAULT_KEYS)
-        self._configs = [own if source.path.startswith(BENCHMARK) else config for source in self.sources]
+        self._configs = [keys_of(source, config) for source in self.sources]
         if not self.sources:
             raise ValueError(f"data.{split} is not set")
         problems: list[str] = []

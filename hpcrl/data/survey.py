@@ -15,7 +15,7 @@ import numpy as np
 from hpcrl.config import DataConfig
 from hpcrl.data.files import BadRow, Table
 from hpcrl.data.places import open_table
-from hpcrl.data.rows import PROGRESS_ROWS, ReadRow, Row, parse_row, sources
+from hpcrl.data.rows import PROGRESS_ROWS, ReadRow, Row, keys_of, parse_row, sources
 from hpcrl.data.tasks import Split
 
 logger = logging.getLogger(__name__)
@@ -101,7 +101,7 @@ def survey(
     tables = [(source, open_table(source, seed, split)) for source in sources(config, split)]
     found = Survey(sizes={source.path: len(table) for source, table in tables})
     every = max(1, -(-found.num_rows // MAX_MEASURED))
-    rows = (row for source, table in tables for row in _rows(table, config, source.domain, read))
+    rows = (row for source, table in tables for row in _rows(table, keys_of(source, config), source.domain, read))
     most = -1
     for number, (where, row) in enumerate(rows):
         if number and number % PROGRESS_ROWS == 0:

@@ -66,6 +66,17 @@ def test_a_prompt_of_both_splits_is_named(tmp_path: Path, capsys: pytest.Capture
     assert f"1 of 2 prompts with data.train, first {val}:2 (as {train}:2)" in capsys.readouterr().out
 
 
+def test_validation_rows_alone_are_shown_without_the_default_of_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    val = write(tmp_path / "val.jsonl", {"question": "2 + 2", "answer": "so 4\n#### 4"})
+    benchmark = tmp_path / "my.yaml"
+    benchmark.write_text(f"data: {{train: null, val: [{{path: 'benchmark:gsm8k', options: {{file: {val}}}}}]}}\n")
+    for arguments in (["--val", val], ["--config", str(benchmark), "data.prompt_key=text"]):
+        assert main([*arguments, "--json"]) == 0
+        assert list(json.loads(capsys.readouterr().out)) == ["data.val"]
+
+
 def test_lengths_are_tokens_of_the_rendered_prompt(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from transformers import AutoTokenizer
 
