@@ -5,11 +5,11 @@
     plan.txt      the plan of the newest attempt
 
 The same configuration resumes the run; a different one is refused with the differences, unless the start opens a branch
-(branches.py). The owner of an attempt is the
-process that opened the run, or its Slurm job, whose state Slurm is queried for. An owner's record is created with
-O_EXCL under the number after the last attempt, which must have ended or died, so only one of two simultaneous launches
-succeeds. The highest number owns the run; check_owner verifies this before every commit, so a superseded attempt
-commits nothing. A submitted job that still waits also holds the run (slurm/submitted.json).
+(branches.py). The owner of an attempt is the process that opened the run, or its Slurm job, whose state Slurm is
+queried for. An owner's record is created with O_EXCL under the number after the last attempt, which must have ended or
+died, so only one of two simultaneous launches succeeds. The highest number owns the run; check_owner verifies this
+before every commit, so a superseded attempt commits nothing. A submitted job that still waits also holds the run
+(slurm/submitted.json).
 """
 
 from hpcrl.run_folder.branches import BRANCH_KEYS, branches_of, changed_keys, newest_branch, settle_branch
