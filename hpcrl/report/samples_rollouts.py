@@ -21,6 +21,7 @@ from hpcrl.report.samples_tokens import TokenPieces, segments
 from hpcrl.rollout.step_files import (
     OUTCOMES,
     OUTCOMES_UNTIL_0_6,
+    IncompleteStepError,
     OutcomeRecord,
     StepRows,
     open_step,
@@ -95,6 +96,9 @@ def find_rollouts(run: RunFiles, budget: int, pieces: TokenPieces | None, pictur
                 records = _endings(run, step) if endings[step] else []
                 reading = _Reading(step, rows, records, pieces, pictures, limit)
                 left -= _take(reading, found, share, wanted, others=step in even)
+        except IncompleteStepError as error:
+            if step != known[-1]:  # the run may be writing its newest step
+                run.problems.append(str(error))
         except ValueError as error:
             run.problems.append(str(error))
     found.steps = sorted({sample["step"] for sample in found.samples})
