@@ -184,10 +184,14 @@ class StepRows:
             raise ValueError(f"{self._paths[number]} cannot be read: {name}: {error}") from error
 
 
+class IncompleteStepError(ValueError):
+    """A step whose ranks have not all written their files, or whose files were removed."""
+
+
 @contextlib.contextmanager
 def open_step(folder: Path, paths: Sequence[Path] | None = None) -> Iterator[StepRows]:
     """The rows of a step's folder while its files are open; `paths` are those of its rank files, if the caller knows
-    them. ValueError if there are none, or one is damaged."""
+    them. IncompleteStepError if some are missing, ValueError if one is damaged."""
     with contextlib.ExitStack() as stack:
         files: dict[Path, h5py.File] = {}
         for path in sorted(folder.glob("rank_*.h5")) if paths is None else paths:
@@ -196,6 +200,7 @@ def open_step(folder: Path, paths: Sequence[Path] | None = None) -> Iterator[Ste
                 check_schema(files[path], path, "rollouts")
             except ERRORS as error:
                 raise ValueError(f"{path} cannot be read: {error}") from error
-        if not files:
-            raise ValueError(f"{folder} has no rollouts")
+        expected = next((int(file.attrs.get("num_ranks", 0)) for file in files.values()), 0)
+        if not files or len(files) < expected:
+            raise IncompleteStepError(f"{folder} has rollouts of {len(files)} ranks, of {expected or 'all'}")
         yield StepRows(files)

@@ -245,10 +245,21 @@ def test_bytes_of_other_files_are_not_shown_as_texts(tmp_path: Path, name: str, 
 
 def test_a_folder_without_samples_has_no_section(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
-    assert section(RunFiles(run)) is None
-    (run / "rollouts/step_000001").mkdir(parents=True)
     files = RunFiles(run)
-    assert section(files) is None and files.problems == [f"{run}/rollouts/step_000001 has no rollouts"]
+    assert section(files) is None and not files.problems
+
+
+def test_the_step_that_is_being_written_is_left_out(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    for step in (1, 2, 3):
+        write_step(run, step, [sample(step, member, ["ab"], 0.5) for member in range(2)])
+    (run / "rollouts/step_000003/rank_00001.h5").unlink()
+    assert [one["step"] for one in found(run)["training"]] == [1, 1, 2, 2]
+    (run / "rollouts/step_000001/rank_00000.h5").unlink()
+    files = RunFiles(run)
+    made = section(files)
+    assert made is not None and {one["step"] for one in made.data["training"]} == {2}
+    assert files.problems == [f"{run}/rollouts/step_000001 has rollouts of 1 ranks, of 2"]
 
 
 def test_hostile_and_long_texts(tmp_path: Path) -> None:
