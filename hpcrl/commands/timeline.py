@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from hpcrl.commands.status import RUNS, find_run
 from hpcrl.metrics.duration import duration
 from hpcrl.system.cli import ArgumentParser, show
 from hpcrl.system.exit_codes import ExitCode
@@ -35,28 +36,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Returns 0, or 2 on bad input."""
     try:
         arguments = _parser().parse_args(argv)
-        step = _step_of(arguments.run, arguments.step)
+        step = _step_of(_folder(arguments.run), arguments.step)
         if arguments.chrome_trace is not None:
             _write(step, arguments.chrome_trace)
     except (ValueError, OSError) as error:
         print(f"hpcrl timeline: {' '.join(str(error).split())} (see --help)", file=sys.stderr)
         return ExitCode.BAD_INPUT
-    show("\n".join(_lines(step)))
+    show("\n".join("".join(c if c.isprintable() else "?" for c in line) for line in _lines(step)))
     return ExitCode.DONE
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = ArgumentParser("hpcrl timeline", __doc__ or "")
-    parser.add_argument("run", type=Path, metavar="RUN", help="the run folder")
+    parser.add_argument("run", metavar="RUN", help="a run's folder, its name in runs/, or a job")
     parser.add_argument("--step", type=int, metavar="N", help="the step; default: the newest")
     parser.add_argument("--chrome-trace", type=Path, metavar="FILE", help="write the step's events to this new file")
     return parser
 
 
+def _folder(name: str) -> Path:
+    return next((path for path in (Path(name), RUNS / name) if path.is_dir()), None) or find_run(name)
+
+
 def _step_of(run: Path, step: int | None) -> StepTimeline:
     steps = recorded_steps(run)
-    if not run.is_dir():
-        raise ValueError(f"RUN: there is no folder {run}")
     if not steps:
         raise ValueError(f"{run} has no timelines: no step has ended yet, or timeline.enabled was false")
     if step is not None and step not in steps:

@@ -10,7 +10,7 @@ import heapq
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from hpcrl.timeline.step_file import SampleRow, StepTimeline
+from hpcrl.timeline.step_file import SampleRow, StepTimeline, WorkRow
 from hpcrl.timeline.waiting import WORKS
 
 COMMANDS, WAITS, FIRST_LANE = 1, 0, 2
@@ -44,12 +44,14 @@ def _of_ranks(step: StepTimeline) -> Iterator[Event]:
         told = {"number": chunk.number, "tokens": chunk.tokens, **counts}
         yield _span("DecodeChunk", "command", chunk.start, chunk.duration, chunk.rank, COMMANDS, told)
         yield {"name": "requests", "ph": "C", "ts": chunk.start, "pid": chunk.rank, "tid": COMMANDS, "args": counts}
-    for rank in {work.rank for work in step.works}:
-        works = [(work.start, work.duration, work) for work in step.works if work.rank == rank]
+    by_rank: dict[int, list[tuple[int, int, WorkRow]]] = {}
+    for work in step.works:
+        by_rank.setdefault(work.rank, []).append((work.start, work.duration, work))
+    for rank, works in by_rank.items():
         for lane, work in _lanes(works):
-            told = {"sample": str(work.sample), "domain": work.domain}
+            of_sample = {"sample": str(work.sample), "domain": work.domain}
             name = WORKS.get(work.what, work.what)
-            yield _span(name, "work", work.start, work.duration, rank, FIRST_LANE + lane, told)
+            yield _span(name, "work", work.start, work.duration, rank, FIRST_LANE + lane, of_sample)
 
 
 def _of_samples(step: StepTimeline, first_process: int) -> Iterator[Event]:

@@ -1,4 +1,4 @@
-"""The timeline of one step as a file: RUN/timeline/step_NNNNNN.jsonl (docs/report.md).
+"""The timeline of one step as a file: RUN/timeline/step_NNNNNN.jsonl (docs/run_folder.md).
 
 The first line is a StepHeader, every other line one row: a JSON array that starts with the row's kind. Times are
 microseconds of rank 0's clock since the step's beginning, and negative before it; durations are microseconds.

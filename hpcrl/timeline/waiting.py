@@ -71,6 +71,7 @@ class RankActivity:
         self._phases = _refined(phases, step, self._length)
         self._starts = [phase[0] for phase in self._phases]
         self._generators = {rank.rank for rank in step.header.ranks if "generator" in rank.roles}
+        self._spans: dict[int, tuple[int, int]] = {}  # phase -> its command from the first to the last rank
         self._executed: dict[int, set[int]] = self._phases_executed(step)
 
     def waiting(self, rank: int) -> list[Piece]:
@@ -91,25 +92,32 @@ class RankActivity:
         while place < len(self._phases) and self._phases[place][0] < end:
             begin, until, what = self._phases[place]
             begin, until = max(begin, start), min(until, end)
-            if begin < until:
-                yield begin, until, self._cause(rank, place, what)
+            parts: tuple[Piece, ...]
+            if place in self._executed.get(rank, ()):
+                # Before the first rank begins and after the last one ends, messages are on their way.
+                first, last = (min(max(time, begin), until) for time in self._spans[place])
+                parts = (
+                    (begin, first, CONTROLLER),
+                    (first, last, f"slower ranks in {activity_of(what)}"),
+                    (last, until, CONTROLLER),
+                )
+            else:
+                generates = what == GENERATION and rank in self._generators
+                parts = ((begin, until, SLOWER_REPLICAS if generates else _named(what)),)
+            yield from (part for part in parts if part[0] < part[1])
             place += 1
 
-    def _cause(self, rank: int, place: int, what: str) -> str:
-        if place in self._executed.get(rank, ()):
-            return f"slower ranks in {activity_of(what)}"
-        if what == GENERATION and rank in self._generators:
-            return SLOWER_REPLICAS
-        return _named(what)
-
     def _phases_executed(self, step: StepTimeline) -> dict[int, set[int]]:
-        """Rank -> the phases in which it executed the command that the pipeline waited for."""
+        """Rank -> the phases in which it executed the command that the pipeline waited for. Fills self._spans."""
         found: dict[int, set[int]] = {}
         for command in step.commands:
             place = max(0, bisect_right(self._starts, command.start) - 1)
-            while place < len(self._phases) and self._phases[place][0] < command.start + command.duration:
+            end = command.start + command.duration
+            while place < len(self._phases) and self._phases[place][0] < end:
                 if self._phases[place][2] == command.name and self._phases[place][1] > command.start:
                     found.setdefault(command.rank, set()).add(place)
+                    first, last = self._spans.get(place, (command.start, end))
+                    self._spans[place] = min(first, command.start), max(last, end)
                 place += 1
         return found
 

@@ -16,7 +16,7 @@ import msgspec
 
 from hpcrl.messaging.messages import Done, Span
 from hpcrl.timeline.recorder import RecordedStep, Recorder
-from hpcrl.timeline.step_file import CommandRow, StepTimeline, encode, path_of, read_step, recorded_steps
+from hpcrl.timeline.step_file import ChunkRow, CommandRow, StepTimeline, encode, path_of, read_step, recorded_steps
 
 
 class LastStep:
@@ -34,12 +34,13 @@ def replay(step: StepTimeline) -> tuple[float, float, float]:
     """Seconds of rank 0's main thread, of its writer's thread, and of all ranks."""
     kept = LastStep()
     recorder = Recorder([rank.roles for rank in step.header.ranks], "node1", kept)
-    for rank in step.header.ranks:
-        recorder.joined(rank.rank, rank.host)
+    for header in step.header.ranks:
+        recorder.joined(header.rank, header.host)
     now = time.monotonic()
     recorder.begin(step.header.step)
     commands: list[tuple[int, str, int, tuple[int, int, int, int] | None]] = []
-    for row in (*step.commands, *step.chunks):
+    every: list[CommandRow | ChunkRow] = [*step.commands, *step.chunks]
+    for row in every:
         if isinstance(row, CommandRow):
             commands.append((row.rank, row.name, row.number, None))
         else:

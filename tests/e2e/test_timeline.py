@@ -10,7 +10,7 @@ import pytest
 
 from hpcrl.rollout.store import RolloutReader
 from hpcrl.system.exit_codes import ExitCode
-from hpcrl.timeline.step_file import StepTimeline, path_of, read_step, recorded_steps
+from hpcrl.timeline.step_file import ChunkRow, CommandRow, StepTimeline, path_of, read_step, recorded_steps
 from hpcrl.timeline.waiting import role_shares
 from tests.e2e.program import Start
 
@@ -57,7 +57,8 @@ def check_commands(steps: list[StepTimeline]) -> None:
         spans = []
         for step in steps:
             began = step.header.began * 1e6
-            rows = [row for row in (*step.commands, *step.chunks) if row.rank == rank]
+            every: list[CommandRow | ChunkRow] = [*step.commands, *step.chunks]
+            rows = [row for row in every if row.rank == rank]
             assert all(row.start + row.duration <= step.length for row in rows)
             spans += sorted((row.number, began + row.start, row.duration) for row in rows)
         numbers = [number for number, *_ in spans]

@@ -91,7 +91,7 @@ def test_bad_input_is_one_line_with_the_way_out(run: Path, tmp_path: Path, capsy
     (tmp_path / "empty").mkdir()
     for words, text in (
         ([str(run), "--step", "8"], "--step 8: "),
-        ([str(tmp_path / "absent")], "there is no folder"),
+        ([str(tmp_path / "absent")], "absent is not a run folder"),
         ([str(tmp_path / "empty")], "has no timelines"),
         ([str(run), "--step", "x"], "argument --step: invalid int value"),
         ([], "RUN"),

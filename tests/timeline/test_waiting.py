@@ -86,6 +86,21 @@ def test_in_nested_waits_the_inner_one_counts_and_other_steps_are_cut_off() -> N
     ]
 
 
+def test_the_way_of_a_message_is_not_charged_to_slower_ranks() -> None:
+    waits = WaitRow("TrainStep", 10, 80)
+    alone = RankActivity(make_step(waits, CommandRow(1, "TrainStep", 1, 20, 60)))
+    assert alone.waiting(1) == [
+        (0, 10, "the controller"),
+        (10, 20, "the controller"),
+        (80, 90, "the controller"),
+        (90, 100, "the controller"),
+    ]
+    assert alone.waiting(2) == [(0, 10, "the controller"), (10, 90, "training"), (90, 100, "the controller")]
+    both = RankActivity(make_step(waits, CommandRow(1, "TrainStep", 1, 20, 60), CommandRow(2, "TrainStep", 1, 30, 55)))
+    assert both.waiting(1)[2:4] == [(80, 85, "slower ranks in training"), (85, 90, "the controller")]
+    assert both.waiting(2)[1:3] == [(10, 20, "the controller"), (20, 30, "slower ranks in training")]
+
+
 def test_work_beside_a_command_counts_only_where_the_rank_executes_none() -> None:
     roles = (("controller",), ("generator", "reward"))
     rows = ChunkRow(1, 1, 10, 30, 64, 8, 0), WorkRow("reward", 1, 1, "maths", 5, 50), WorkRow("turn", 1, 2, "x", 50, 20)
