@@ -66,6 +66,7 @@ def test_code_that_runs_before_the_ranks_imports_no_torch() -> None:
         "models",
         "node",
         "planner",
+        "report",
         "run_folder",
         "spec",
         "system",

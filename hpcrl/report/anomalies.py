@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-Rows = Sequence[Mapping[str, Any]]
+MetricRows = Sequence[Mapping[str, Any]]
 
 STRETCH = 5
 """An anomaly lasts at least this many steps with the metric."""
@@ -60,7 +60,7 @@ class Stretch:
     value: float
 
 
-def series(rows: Rows, name: str) -> list[tuple[int, float]]:
+def series(rows: MetricRows, name: str) -> list[tuple[int, float]]:
     """(step, value) of a metric's finite values after step 0."""
     return [
         (row["step"], float(value))
@@ -94,7 +94,7 @@ def stretch(
     return found
 
 
-def no_signal(rows: Rows) -> Iterator[Anomaly]:
+def no_signal(rows: MetricRows) -> Iterator[Anomaly]:
     """All advantages of several steps are 0, or nearly all groups are dropped because their rewards are equal."""
     low, high = dict(series(rows, "critic/advantages/min")), dict(series(rows, "critic/advantages/max"))
     spread = [(step, high[step] - low[step]) for step in low if step in high]
@@ -121,7 +121,7 @@ def no_signal(rows: Rows) -> Iterator[Anomaly]:
         yield Anomaly(found.first, found.last, "Few groups with a signal", text, ("scheduler/filtered_std",))
 
 
-def entropy_collapse(rows: Rows) -> Iterator[Anomaly]:
+def entropy_collapse(rows: MetricRows) -> Iterator[Anomaly]:
     """The policy's entropy is a small part of what it was, and near 0."""
     name = "critic/entropy/mean"
     values = series(rows, name)
@@ -138,7 +138,7 @@ def entropy_collapse(rows: Rows) -> Iterator[Anomaly]:
         yield Anomaly(found.first, found.last, "Entropy collapse", text, (name,))
 
 
-def growing_kl(rows: Rows) -> Iterator[Anomaly]:
+def growing_kl(rows: MetricRows) -> Iterator[Anomaly]:
     """The policy is far from the reference."""
     if found := stretch(smoothed(series(rows, "critic/kl")), lambda value: value >= KL_NATS):
         text = (
@@ -149,7 +149,7 @@ def growing_kl(rows: Rows) -> Iterator[Anomaly]:
         yield Anomaly(found.first, found.last, "KL to the reference is large", text, ("critic/kl",))
 
 
-def growing_mismatch(rows: Rows) -> Iterator[Anomaly]:
+def growing_mismatch(rows: MetricRows) -> Iterator[Anomaly]:
     """Generator and trainer disagree more and more about the same tokens."""
     name = "mismatch/kl_k3"
     values = series(rows, name)
@@ -165,7 +165,7 @@ def growing_mismatch(rows: Rows) -> Iterator[Anomaly]:
         yield Anomaly(found.first, found.last, "Mismatch of generator and trainer grows", text, (name,))
 
 
-def rising_truncation(rows: Rows) -> Iterator[Anomaly]:
+def rising_truncation(rows: MetricRows) -> Iterator[Anomaly]:
     """More responses than at the beginning, or more than half, end at the length limit."""
     name = "token/response_length/clip_ratio"
     values = series(rows, name)
@@ -181,7 +181,7 @@ def rising_truncation(rows: Rows) -> Iterator[Anomaly]:
         yield Anomaly(found.first, found.last, "Responses are truncated", text, (name, "token/response_length/mean"))
 
 
-def staleness_at_bound(rows: Rows, max_staleness: float | None) -> Iterator[Anomaly]:
+def staleness_at_bound(rows: MetricRows, max_staleness: float | None) -> Iterator[Anomaly]:
     """Nearly all responses are as old as rollout.max_staleness permits."""
     if not max_staleness:
         return
@@ -194,7 +194,7 @@ def staleness_at_bound(rows: Rows, max_staleness: float | None) -> Iterator[Anom
         yield Anomaly(found.first, found.last, "Staleness is at its bound", text, ("scheduler/staleness/mean",))
 
 
-def failing_rewards(rows: Rows, errors: Sequence[Mapping[str, Any]]) -> Iterator[Anomaly]:
+def failing_rewards(rows: MetricRows, errors: Sequence[Mapping[str, Any]]) -> Iterator[Anomaly]:
     """Rewards or environments that raised errors: `errors` are the kinds of errors.json."""
     values = series(rows, "scheduler/score_errors")
     failed = [(step, value) for step, value in values if value > 0]
@@ -210,7 +210,7 @@ def failing_rewards(rows: Rows, errors: Sequence[Mapping[str, Any]]) -> Iterator
     yield Anomaly(first, until, "Rewards or environments fail", text, ("scheduler/score_errors",))
 
 
-def slow_replica(rows: Rows) -> Iterator[Anomaly]:
+def slow_replica(rows: MetricRows) -> Iterator[Anomaly]:
     """One generator replica is much slower than the others."""
     means = dict(series(rows, "scheduler/replica_speed/mean"))
     values = [
@@ -224,7 +224,7 @@ def slow_replica(rows: Rows) -> Iterator[Anomaly]:
         yield Anomaly(found.first, found.last, "A slow rank", text, ("scheduler/replica_speed/min",))
 
 
-def waiting_for_rewards(rows: Rows) -> Iterator[Anomaly]:
+def waiting_for_rewards(rows: MetricRows) -> Iterator[Anomaly]:
     """Much of a step passes while no generator works and scores are missing."""
     totals = dict(series(rows, "time/step_total"))
     waits = series(rows, "time/step_reward_wait")
@@ -237,7 +237,7 @@ def waiting_for_rewards(rows: Rows) -> Iterator[Anomaly]:
         yield Anomaly(found.first, found.last, "Waiting for rewards", text, ("time/step_reward_wait",))
 
 
-def not_finite(rows: Rows) -> Iterator[Anomaly]:
+def not_finite(rows: MetricRows) -> Iterator[Anomaly]:
     """Losses or gradients that were not finite: null in metrics.jsonl."""
     for name, what in (("actor/total_loss", "loss"), ("actor/grad_norm", "norm of the gradients")):
         bad = [row["step"] for row in rows if name in row and row[name] is None]
@@ -247,7 +247,7 @@ def not_finite(rows: Rows) -> Iterator[Anomaly]:
             yield Anomaly(bad[0], last, f"The {what} is not finite", text, (name,))
 
 
-def anomalies(rows: Rows, max_staleness: float | None, errors: Sequence[Mapping[str, Any]]) -> list[Anomaly]:
+def anomalies(rows: MetricRows, max_staleness: float | None, errors: Sequence[Mapping[str, Any]]) -> list[Anomaly]:
     """Everything found, in the order of the steps at which it began; what still holds comes first."""
     found = [
         *no_signal(rows),

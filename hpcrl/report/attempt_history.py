@@ -117,7 +117,8 @@ def _end(run: RunFiles, attempt: RunAttempt, newest: bool, lines: list[str]) -> 
     if verdict:
         return "failed", because
     if stopped or code in ASKED or how in [asked.name.lower() for asked in ASKED]:
-        return "signal", because or "stopped by a signal, with everything saved"
+        hint = "; before the time limit: a preemption, or a signal by hand" if stopped and "job" in owner else ""
+        return "signal", (because or "stopped by a signal, with everything saved") + hint
     if how and how not in ("lost", "not_started", "done"):
         return "failed", f"{how}; {because}" if because else how
     if isinstance(code, int) and code:
