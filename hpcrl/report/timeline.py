@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from hpcrl.report.run_files import RunFiles
 from hpcrl.report.section import ReportSection
 from hpcrl.rollout.types import split_sample_id
-from hpcrl.timeline.step_file import ChunkRow, SampleRow, StepTimeline, path_of, read_step, recorded_steps
+from hpcrl.timeline.step_file import FOLDER, ChunkRow, SampleRow, StepTimeline, path_of, read_step, steps_among
 from hpcrl.timeline.waiting import Piece, RankActivity, RoleShares, role_shares
 
 MAX_STEPS = 12
@@ -29,13 +31,14 @@ FATES = ("trained", "validated", "baseline", "filtered", "failed", "lost", "drop
 
 def section(run: RunFiles) -> ReportSection | None:
     """None for a run without timelines."""
-    recorded = recorded_steps(run.path)
+    recorded = steps_among(path.name for path in run.entries(FOLDER))
     shown: list[dict[str, Any]] = []
     size = 0
     for step in _by_importance(recorded, _slowest(run, recorded)):
         path = path_of(run.path, step)
         try:
-            data = step_data(read_step(path))
+            status = path.stat()
+            data = _read(path, status.st_mtime_ns, status.st_size)
         except (ValueError, OSError) as error:
             run.problems.append(" ".join(str(error).split()))
             continue
@@ -48,6 +51,12 @@ def section(run: RunFiles) -> ReportSection | None:
     shown.sort(key=lambda data: int(data["step"]))
     data = {"steps": shown, "recorded": len(recorded), "slowest": _slowest(run, recorded), "units": UNITS}
     return ReportSection("timeline", "Timeline", data, "timeline.js")
+
+
+@functools.lru_cache(maxsize=MAX_STEPS)
+def _read(path: Path, modified_ns: int, size: int) -> dict[str, Any]:
+    """A step's data, computed once per version of its file: a server makes the page of a run again and again."""
+    return step_data(read_step(path))
 
 
 def step_data(step: StepTimeline) -> dict[str, Any]:

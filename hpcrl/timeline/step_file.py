@@ -7,7 +7,7 @@ microseconds of rank 0's clock since the step's beginning, and negative before i
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -181,7 +181,12 @@ def path_of(run_dir: Path, step: int) -> Path:
 def recorded_steps(run_dir: Path) -> list[int]:
     """Steps that have a file, ascending; empty without a folder."""
     folder = run_dir / FOLDER
-    found = (NAME.fullmatch(entry.name) for entry in folder.iterdir()) if folder.is_dir() else ()
+    return steps_among(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
+
+
+def steps_among(names: Iterable[str]) -> list[int]:
+    """The steps of the files with these names, ascending; other names do not count."""
+    found = map(NAME.fullmatch, names)
     return sorted(int(match[1]) for match in found if match)
 
 

@@ -127,6 +127,22 @@ def test_a_damaged_file_is_named_and_the_others_are_shown(tmp_path: Path) -> Non
     assert section(make_run(tmp_path / "other")) is None
 
 
+def test_a_file_that_leads_out_of_the_served_folder_is_not_read(tmp_path: Path) -> None:
+    secret = write(make_run(tmp_path / "secret"), make_step(*ROWS, step=2))
+    run = write(make_run(tmp_path / "runs" / "run"), make_step(*ROWS, step=1))
+    path_of(run.path, 2).symlink_to(path_of(secret.path, 2))
+    data: Any = section(RunFiles(run.path, inside=tmp_path / "runs")).data  # type: ignore[union-attr]
+    assert [step["step"] for step in data["steps"]] == [1] and data["recorded"] == 1
+
+
+def test_a_file_that_has_changed_is_read_again(tmp_path: Path) -> None:
+    run = write(make_run(tmp_path / "run"), make_step(*ROWS, step=1))
+    for length in (100, 2000):
+        write(run, make_step(*ROWS, step=1, length=length))
+        data: Any = section(run).data  # type: ignore[union-attr]
+        assert data["steps"][0]["seconds"] == length / 1e6
+
+
 def test_samples_have_their_names_and_hostile_text_stays_data(tmp_path: Path) -> None:
     sample = make_sample_id(5, 2, 3)
     rows = SampleRow(sample, 5, HOSTILE, 2, HOSTILE, 1, 30, 1, -20, -10, 20, 45, 60), *ROWS
