@@ -13,7 +13,7 @@ from hpcrl.report.run_files import RunFiles
 from hpcrl.report.section import ReportSection
 from hpcrl.rollout.types import split_sample_id
 from hpcrl.timeline.step_file import FOLDER, ChunkRow, SampleRow, StepTimeline, path_of, read_step, steps_among
-from hpcrl.timeline.waiting import Piece, RankActivity, RoleShares, role_shares
+from hpcrl.timeline.waiting import LanePiece, RankActivity, RoleShares, role_shares
 
 MAX_STEPS = 12
 """Maximum steps in the page: the newest, the slowest, the first, and steps evenly between them."""
@@ -95,7 +95,7 @@ def step_data(step: StepTimeline) -> dict[str, Any]:
     }
 
 
-def coded_pieces(pieces: Sequence[Piece], length: int, parts: int, names: Sequence[str]) -> list[int]:
+def coded_pieces(pieces: Sequence[LanePiece], length: int, parts: int, names: Sequence[str]) -> list[int]:
     """Pieces that cover the step as (duration in UNITS, index in `names`, number of pieces), in one list. Pieces
     shorter than a part of the step are merged with their short neighbours, up to a part, under what most of this time
     was; less than a quarter of a part belongs to the piece before."""
@@ -109,7 +109,7 @@ def coded_pieces(pieces: Sequence[Piece], length: int, parts: int, names: Sequen
     return coded
 
 
-def _merged(pieces: Sequence[Piece], part: float) -> Iterator[tuple[int, str, int]]:
+def _merged(pieces: Sequence[LanePiece], part: float) -> Iterator[tuple[int, str, int]]:
     """(end, what, number of pieces)."""
     short: Counter[str] = Counter()
     last: tuple[int, str, int] | None = None
@@ -153,7 +153,7 @@ def coded_counts(chunks: Sequence[ChunkRow], length: int, parts: int) -> list[in
     return coded
 
 
-def _pieces(activity: RankActivity, rank: int) -> list[Piece]:
+def _pieces(activity: RankActivity, rank: int) -> list[LanePiece]:
     waiting = [(start, end, WAITED + cause) for start, end, cause in activity.waiting(rank)]
     return sorted([*activity.busy.get(rank, []), *waiting])
 

@@ -15,7 +15,7 @@ from hpcrl.report.run_files import RunFiles
 from hpcrl.report.timeline import UNITS, coded_counts, coded_pieces, section, step_data
 from hpcrl.rollout.types import make_sample_id
 from hpcrl.timeline.step_file import ChunkRow, SampleRow, StepTimeline, encode, path_of
-from hpcrl.timeline.waiting import Piece
+from hpcrl.timeline.waiting import LanePiece
 from tests.report.test_page import HOSTILE, blocks, make_run
 from tests.timeline.steps import large_step, make_step
 from tests.timeline.test_waiting import ROWS
@@ -71,7 +71,7 @@ def test_pieces_cover_the_step_whatever_is_merged() -> None:
     rng, names = random.Random(0), ["a", "b", "c"]
     for _ in range(100):
         ends = sorted(rng.sample(range(1, 5000), rng.randrange(1, 200)))
-        pieces: list[Piece] = []
+        pieces: list[LanePiece] = []
         for end in ends:
             pieces.append((pieces[-1][1] if pieces else 0, end, rng.choice(names)))
         coded = coded_pieces(pieces, ends[-1], rng.choice((5, 50, 500)), names)
