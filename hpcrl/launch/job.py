@@ -150,18 +150,20 @@ def end(run_dir: Path, attempt: int, step_code: int) -> int:
         code = KILLED_EARLY.get(step_code)
     began = world_folder(run_dir, attempt).exists()  # the first agent to start creates it
     name = "lost" if code is None and began else "not_started" if code is None else code.name.lower()
+    taken = _taken(job, own)
     try:
         check_owner(run_dir, attempt)
         try:
-            goes_on, why = _goes_on(run_dir, code, _taken(job, own), own)
+            goes_on, why = _goes_on(run_dir, code, taken, own)
         except OSError as error:
             if not is_storage_error(error):
                 raise
             goes_on, why = False, f"{error}; crashes cannot be counted and could repeat forever: does not resume"
         if code in (None, ExitCode.BAD_INPUT) and not began and own is not None:
             why = f"the step ended with code {step_code} before any agent started: {_cause(attempt, own)}; {why}"
+        by: str = "preempted" if job is not None and job.preempted else taken
         with contextlib.suppress(OSError):  # the next launch queries Slurm about the job instead
-            close_run(run_dir, attempt, how=name, goes_on=goes_on, why=why)
+            close_run(run_dir, attempt, how=name, goes_on=goes_on, why=why, **({"by": by} if by else {}))
     except SupersededError as error:
         logger.error("%s", error)
         return ExitCode.SUPERSEDED

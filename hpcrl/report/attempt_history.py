@@ -30,7 +30,8 @@ class AttemptHistory:
         first_step_at: When its first training step was complete.
         last_step: Its last complete step, 0 without one; None if unknown.
         lost_steps: Steps that it completed, and that the next attempt moved away to compute them again.
-        end: One word: running, finished, preempted, time limit, cancelled, signal, failed, lost, ended.
+        end: A word or two: running, finished, preempted, time limit, node failed, requeued, cancelled, signal, failed,
+            lost, ended.
         why: The same in a sentence.
         restart_s: Seconds from the end of the previous attempt to the first complete step of this one.
         waited_s: The part of restart_s before this attempt began, as in Slurm's queue.
@@ -107,18 +108,21 @@ def _end(run: RunFiles, attempt: RunAttempt, newest: bool, lines: list[str]) -> 
         return "finished", str(run.finished.get("reason", ""))
     if newest and "ended" not in owner and run.state.split(":")[0] in ("running", "ending", "starting"):
         return "running", run.state
-    taken = _taken(run, attempt)
-    if "PREEMPT" in taken:
+    by, taken = owner.get("by"), _taken(run, attempt)
+    if "NODE FAIL" in taken:
+        return "node failed", because or "Slurm lost a node of the job"
+    if by == "preempted" or "PREEMPT" in taken:
         return "preempted", because or "Slurm gave its nodes to another job"
-    if "TIME LIMIT" in taken or (how == "requeue" and _at_limit(run, attempt)):
+    if by == "time" or "TIME LIMIT" in taken or (how == "requeue" and _at_limit(run, attempt)):
         return "time limit", because or "the job's time limit"
-    if "cancelled" in why:
+    if by == "cancelled" or "cancelled" in why:
         return "cancelled", because
+    if by == "nodes":
+        return "requeued", because or "Slurm requeued the job"
     if verdict:
         return "failed", because
     if stopped or code in ASKED or how in [asked.name.lower() for asked in ASKED]:
-        hint = "; before the time limit: a preemption, or a signal by hand" if stopped and "job" in owner else ""
-        return "signal", (because or "stopped by a signal, with everything saved") + hint
+        return "signal", because or "stopped by a signal, with everything saved"
     if how and how not in ("lost", "not_started", "done"):
         return "failed", f"{how}; {because}" if because else how
     if isinstance(code, int) and code:

@@ -68,6 +68,7 @@ def _what(run: RunFiles, layout: RoleLayout | None, past: Sequence[AttemptHistor
         ("commit", facts.get("git_commit")),
         ("lost", _lost(past)),
         ("warnings", "; ".join(_in_short(each) for each in anomalies_of(run))),
+        ("ends without a new checkpoint", _in_a_row(run)),
         ("energy", run.energy),
     ]
 
@@ -120,10 +121,20 @@ def _lost(past: Sequence[AttemptHistory]) -> str:
     return f"{steps} step(s) were computed again" if steps else "nothing: no step was computed again"
 
 
+def _in_a_row(run: RunFiles) -> str:
+    """Crashes and too short jobs since the newest checkpoint (restarts.json); empty without one."""
+    counts = run.json("restarts.json")
+    words = {"crashes": "crash(es)", "short": "job(s) that were too short"}
+    found = [f"{counts[key]} {word}" for key, word in words.items() if isinstance(counts.get(key), int) and counts[key]]
+    limit = run.key("cluster.max_restarts")
+    return ", ".join(found) + (f"; cluster.max_restarts is {limit}" if found and limit is not None else "")
+
+
 def _in_short(anomaly: Anomaly) -> str:
-    since = "" if anomaly.step is None else f" from step {anomaly.step}"
-    until = "" if anomaly.until is None else f" to {anomaly.until}"
-    return f"{anomaly.title}{since}{until}"
+    if anomaly.step is None:
+        return anomaly.title
+    when = f"since step {anomaly.step}" if anomaly.until is None else f"in steps {anomaly.step} to {anomaly.until}"
+    return f"{anomaly.title} {when}"
 
 
 def _resources(config: Config | None) -> tuple[RoleLayout | None, int, int]:

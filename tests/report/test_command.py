@@ -115,6 +115,7 @@ def test_runs_of_other_versions_and_without_checkpoints_or_start(tmp_path: Path)
     assert ["state", "never started"] in data["what"] and ["pipeline", "rlvr"] in data["what"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can act as another user")
 def test_another_users_run_without_permission_on_parts() -> None:
     """As user nobody: what may not be read is named, the rest is shown, and the run folder cannot be written."""

@@ -37,6 +37,22 @@ def test_attempts_of_a_run_that_was_preempted_and_lost(tmp_path: Path) -> None:
         ({"how": "deadline", "why": "crash 1"}, {}, "", "failed", "deadline; crash 1"),
         ({"how": "requeue", "why": "resumes"}, {}, "", "signal", "resumes"),
         ({"how": "requeue", "why": "resumes"}, {}, "CANCELLED AT x DUE TO TIME LIMIT", "time limit", "resumes"),
+        (
+            {"how": "requeue", "by": "preempted"},
+            {},
+            "CANCELLED AT x DUE TO JOB REQUEUE",
+            "preempted",
+            "Slurm gave its nodes to another job",
+        ),
+        (
+            {"how": "terminated"},
+            {},
+            "CANCELLED AT x DUE TO NODE FAILURE, SEE LOG",
+            "node failed",
+            "Slurm lost a node of the job",
+        ),
+        ({"how": "requeue", "by": "nodes"}, {}, "", "requeued", "Slurm requeued the job"),
+        ({"how": "requeue", "by": "time"}, {}, "", "time limit", "the job's time limit"),
         ({"how": "lost", "why": "crash 1 of 3"}, {}, "", "lost", "crash 1 of 3"),
         ({}, {}, "", "ended", ""),
     ],
@@ -118,10 +134,13 @@ def test_hours_count_nodes_gpus_lost_steps_and_starts(tmp_path: Path) -> None:
 
 
 def test_the_overview_names_the_preset_the_changes_and_the_resources(tmp_path: Path) -> None:
-    data = section(RunFiles(write_run(tmp_path / "run"))).data
+    folder = write_run(tmp_path / "run")
+    (folder / "restarts.json").write_text('{"crashes": 1, "short": 0, "checkpoint": "step_000012", "submission": 50}')
+    data = section(RunFiles(folder)).data
     what = dict(data["what"])
     assert what["algorithm"] == "dapo (grpo, ppo)" and what["steps"] == "30 of 30"
     assert what["lost"] == "3 step(s) were computed again" and "warnings" not in what
+    assert what["ends without a new checkpoint"] == "1 crash(es); cluster.max_restarts is 3"
     assert (data["nodes"], data["gpus"]) == (2, 8)
     changes = [attempt["changes"] for attempt in data["attempts"]]
     assert changes == [[], ["save_every: 5 -> 6"], ["torch: 2.12.0 -> 2.13.0", "host: n1 -> n3"]]

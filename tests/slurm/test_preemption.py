@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from hpcrl.report.attempt_history import histories
+from hpcrl.report.run_files import RunFiles
 from tests.slurm.jobs import Run, digest
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -50,6 +52,9 @@ def test_preemptions_and_a_lost_node_change_no_bit(cluster: Any, tmp_path: Path,
     noticed, unnoticed, *_ = losses(said)
     assert noticed[0] == noticed[1]
     assert unnoticed[0] - unnoticed[1] <= SAVE_EVERY
+    told = histories(RunFiles(run.dir))
+    assert [told[0].end, told[1].end, told[-1].end] == ["preempted", "node failed", "finished"]
+    assert told[0].lost_steps == () and told[1].resumed_from == told[0].last_step
 
     (tmp_path / "b").mkdir()
     undisturbed = Run(cluster, tmp_path / "b", *words, pace=0)
