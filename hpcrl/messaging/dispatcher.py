@@ -158,14 +158,17 @@ class Controller:
 
     def finish(self, started: Started) -> dict[int, Done]:
         """Wait for the answers to the commands of start(); errors as in call()."""
-        began, awaited = time.monotonic(), self._outstanding.get(started[0]) if started else None
-        for key in started:
-            while key not in self._answers and key[0] not in self.lost:
-                self._take(self.check_s)
-                if self._background.has_listener and self._events:
-                    self._background.deliver(self._taken())
-        if self.timeline is not None and awaited is not None:
-            self.timeline.waited(awaited.name, began)
+        began = time.monotonic()
+        awaited = next((self._outstanding[key] for key in started if key in self._outstanding), None)
+        try:
+            for key in started:
+                while key not in self._answers and key[0] not in self.lost:
+                    self._take(self.check_s)
+                    if self._background.has_listener and self._events:
+                        self._background.deliver(self._taken())
+        finally:
+            if self.timeline is not None and awaited is not None:
+                self.timeline.waited(awaited.name, began)
         return {rank: self._answers.pop((rank, seq)) for rank, seq in started if (rank, seq) in self._answers}
 
     def answered(self, started: Started) -> bool:

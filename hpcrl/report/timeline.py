@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from hpcrl.report.run_files import RunFiles
 from hpcrl.report.section import ReportSection
 from hpcrl.rollout.types import split_sample_id
-from hpcrl.timeline.step_file import ChunkRow, SampleRow, StepTimeline, path_of, read_step, recorded_steps
-from hpcrl.timeline.waiting import Piece, RankActivity, RoleShares, role_shares
+from hpcrl.timeline.step_file import FOLDER, ChunkRow, SampleRow, StepTimeline, path_of, read_step, steps_among
+from hpcrl.timeline.waiting import LanePiece, RankActivity, RoleShares, role_shares
 
 MAX_STEPS = 12
 """Maximum steps in the page: the newest, the slowest, the first, and steps evenly between them."""
@@ -29,13 +31,14 @@ FATES = ("trained", "validated", "baseline", "filtered", "failed", "lost", "drop
 
 def section(run: RunFiles) -> ReportSection | None:
     """None for a run without timelines."""
-    recorded = recorded_steps(run.path)
+    recorded = steps_among(path.name for path in run.entries(FOLDER))
     shown: list[dict[str, Any]] = []
     size = 0
     for step in _by_importance(recorded, _slowest(run, recorded)):
         path = path_of(run.path, step)
         try:
-            data = step_data(read_step(path))
+            status = path.stat()
+            data = _read(path, status.st_mtime_ns, status.st_size)
         except (ValueError, OSError) as error:
             run.problems.append(" ".join(str(error).split()))
             continue
@@ -48,6 +51,12 @@ def section(run: RunFiles) -> ReportSection | None:
     shown.sort(key=lambda data: int(data["step"]))
     data = {"steps": shown, "recorded": len(recorded), "slowest": _slowest(run, recorded), "units": UNITS}
     return ReportSection("timeline", "Timeline", data, "timeline.js")
+
+
+@functools.lru_cache(maxsize=MAX_STEPS)
+def _read(path: Path, modified_ns: int, size: int) -> dict[str, Any]:
+    """A step's data, computed once per version of its file: a server makes the page of a run again and again."""
+    return step_data(read_step(path))
 
 
 def step_data(step: StepTimeline) -> dict[str, Any]:
@@ -86,7 +95,7 @@ def step_data(step: StepTimeline) -> dict[str, Any]:
     }
 
 
-def coded_pieces(pieces: Sequence[Piece], length: int, parts: int, names: Sequence[str]) -> list[int]:
+def coded_pieces(pieces: Sequence[LanePiece], length: int, parts: int, names: Sequence[str]) -> list[int]:
     """Pieces that cover the step as (duration in UNITS, index in `names`, number of pieces), in one list. Pieces
     shorter than a part of the step are merged with their short neighbours, up to a part, under what most of this time
     was; less than a quarter of a part belongs to the piece before."""
@@ -100,7 +109,7 @@ def coded_pieces(pieces: Sequence[Piece], length: int, parts: int, names: Sequen
     return coded
 
 
-def _merged(pieces: Sequence[Piece], part: float) -> Iterator[tuple[int, str, int]]:
+def _merged(pieces: Sequence[LanePiece], part: float) -> Iterator[tuple[int, str, int]]:
     """(end, what, number of pieces)."""
     short: Counter[str] = Counter()
     last: tuple[int, str, int] | None = None
@@ -144,7 +153,7 @@ def coded_counts(chunks: Sequence[ChunkRow], length: int, parts: int) -> list[in
     return coded
 
 
-def _pieces(activity: RankActivity, rank: int) -> list[Piece]:
+def _pieces(activity: RankActivity, rank: int) -> list[LanePiece]:
     waiting = [(start, end, WAITED + cause) for start, end, cause in activity.waiting(rank)]
     return sorted([*activity.busy.get(rank, []), *waiting])
 

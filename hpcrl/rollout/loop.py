@@ -149,13 +149,13 @@ class RolloutLoop:
             self._drive_until_ready(scheduler, stream)
         finally:
             self._errors.write()
+            if self.timeline is not None:
+                validation = next(iter(stream.prompts), 0) >= FIRST_VALIDATION_UID
+                self.timeline.waited("validation" if validation else "rollouts", began)
         if not scheduler.generates_ahead:
             scheduler.plan(stream.arrived)  # the batch is fixed: this only counts aborted samples
             stream.arrived = []
         groups = scheduler.take_batch()
-        if self.timeline is not None:
-            validation = bool(groups) and groups[0].uid >= FIRST_VALIDATION_UID
-            self.timeline.waited("validation" if validation else "rollouts", began)
         stream.drawn = {uid: at for uid, at in stream.drawn.items() if uid in stream.prompts}
         sizes = {s.id: self._replicas[s.replica].sizes.pop(s.id) for group in groups for s in group.samples}
         stats, stream.stats = merge([*stream.stats, {"time/step_reward_wait": scalar(self._waited_s)}]), []

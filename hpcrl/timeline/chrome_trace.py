@@ -16,7 +16,7 @@ from hpcrl.timeline.waiting import WORKS
 COMMANDS, WAITS, FIRST_LANE = 1, 0, 2
 """Threads of a rank: its commands, the pipeline's waits on rank 0, and the first lane of samples that it works on."""
 
-Event = dict[str, Any]
+TraceEvent = dict[str, Any]
 
 
 def chrome_trace(step: StepTimeline) -> dict[str, Any]:
@@ -33,7 +33,7 @@ def chrome_trace(step: StepTimeline) -> dict[str, Any]:
     return {"traceEvents": named + events, "displayTimeUnit": "ms", "otherData": {"program": "hpcrl", **told}}
 
 
-def _of_ranks(step: StepTimeline) -> Iterator[Event]:
+def _of_ranks(step: StepTimeline) -> Iterator[TraceEvent]:
     for wait in step.waits:
         yield _span(f"wait for {wait.what}", "wait", wait.start, wait.duration, 0, WAITS)
     for command in step.commands:
@@ -54,7 +54,7 @@ def _of_ranks(step: StepTimeline) -> Iterator[Event]:
             yield _span(name, "work", work.start, work.duration, rank, FIRST_LANE + lane, of_sample)
 
 
-def _of_samples(step: StepTimeline, first_process: int) -> Iterator[Event]:
+def _of_samples(step: StepTimeline, first_process: int) -> Iterator[TraceEvent]:
     by_replica: dict[int, list[tuple[int, int, SampleRow]]] = {}
     for sample in step.samples:
         if sample.start is not None:
@@ -75,7 +75,7 @@ def _of_samples(step: StepTimeline, first_process: int) -> Iterator[Event]:
 
 def _span(
     name: str, kind: str, start: int, duration: int, process: int, lane: int, told: dict[str, Any] | None = None
-) -> Event:
+) -> TraceEvent:
     event = {"name": name, "cat": kind, "ph": "X", "ts": start, "dur": duration, "pid": process, "tid": lane}
     return event if told is None else event | {"args": told}
 
@@ -92,7 +92,7 @@ def _lanes(spans: Iterable[tuple[int, int, Any]]) -> Iterator[tuple[int, Any]]:
         yield lane, row
 
 
-def _names(step: StepTimeline, events: Iterable[Event], first_process: int) -> Iterator[Event]:
+def _names(step: StepTimeline, events: Iterable[TraceEvent], first_process: int) -> Iterator[TraceEvent]:
     """Names of all processes and threads."""
     ranks = {rank.rank: f"rank {rank.rank}: {', '.join(rank.roles)} ({rank.host})" for rank in step.header.ranks}
     for process, lane in sorted({(event["pid"], event["tid"]) for event in events}):
@@ -102,5 +102,5 @@ def _names(step: StepTimeline, events: Iterable[Event], first_process: int) -> I
         yield _named("thread_name", process, lane, of_rank if process in ranks else f"lane {lane + 1}")
 
 
-def _named(what: str, process: int, lane: int, value: str | int, key: str = "name") -> Event:
+def _named(what: str, process: int, lane: int, value: str | int, key: str = "name") -> TraceEvent:
     return {"name": what, "ph": "M", "ts": 0, "pid": process, "tid": lane, "args": {key: value}}

@@ -134,7 +134,7 @@ class RecordedStep:
         return SampleRow(*told, drawn, start, end, scored, done)
 
 
-class Writer(Protocol):
+class StepWriter(Protocol):
     """Takes recorded steps (hpcrl.timeline.writer.TimelineWriter)."""
 
     def put(self, step: RecordedStep) -> None:
@@ -147,7 +147,7 @@ class Writer(Protocol):
 class Recorder:
     """One per run, on rank 0, called by its main thread only."""
 
-    def __init__(self, roles: Sequence[Sequence[str]], host: str, writer: Writer):
+    def __init__(self, roles: Sequence[Sequence[str]], host: str, writer: StepWriter):
         """`roles` are the roles of every rank, `host` is rank 0's."""
         self._roles, self._writer = roles, writer
         self._clocks = HostClocks(host)

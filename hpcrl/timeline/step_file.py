@@ -7,7 +7,7 @@ microseconds of rank 0's clock since the step's beginning, and negative before i
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -133,7 +133,7 @@ class SampleRow(msgspec.Struct, frozen=True, array_like=True, tag="sample"):
     done: int
 
 
-Row = CommandRow | ChunkRow | WorkRow | WaitRow | SampleRow
+TimelineRow = CommandRow | ChunkRow | WorkRow | WaitRow | SampleRow
 
 
 @dataclass
@@ -153,12 +153,12 @@ class StepTimeline:
         """Duration of the step, microseconds."""
         return max(1, round(self.header.seconds * 1e6))
 
-    def rows(self) -> Iterator[Row]:
+    def rows(self) -> Iterator[TimelineRow]:
         """All rows."""
         for rows in (self.commands, self.chunks, self.works, self.waits, self.samples):
             yield from rows
 
-    def add(self, row: Row) -> None:
+    def add(self, row: TimelineRow) -> None:
         """Add a row to the rows of its kind."""
         match row:
             case CommandRow():
@@ -181,7 +181,12 @@ def path_of(run_dir: Path, step: int) -> Path:
 def recorded_steps(run_dir: Path) -> list[int]:
     """Steps that have a file, ascending; empty without a folder."""
     folder = run_dir / FOLDER
-    found = (NAME.fullmatch(entry.name) for entry in folder.iterdir()) if folder.is_dir() else ()
+    return steps_among(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
+
+
+def steps_among(names: Iterable[str]) -> list[int]:
+    """The steps of the files with these names, ascending; other names do not count."""
+    found = map(NAME.fullmatch, names)
     return sorted(int(match[1]) for match in found if match)
 
 
@@ -202,7 +207,7 @@ def read_step(path: Path) -> StepTimeline:
         raise ValueError(f"{path}, line 1: not the header of a timeline: {error}") from error
     if header.format != FORMAT:
         raise ValueError(f"{path}: format {header.format}, this version of hpcrl reads format {FORMAT}")
-    step, decoder = StepTimeline(header), msgspec.json.Decoder(Row)
+    step, decoder = StepTimeline(header), msgspec.json.Decoder(TimelineRow)
     known = {rank.rank for rank in header.ranks}
     for line in lines:
         if not line:

@@ -37,7 +37,7 @@ ACTIVITIES = {
 """Command, or what rank 0 waits for -> what a rank does or waits for."""
 WORKS = {"reward": REWARDS, "turn": ENVIRONMENTS}
 
-Piece = tuple[int, int, str]
+LanePiece = tuple[int, int, str]
 """Start and end in microseconds, and what happened between them."""
 
 
@@ -66,7 +66,7 @@ class RankActivity:
 
     def __init__(self, step: StepTimeline):
         self._length = step.length
-        self.busy: dict[int, list[Piece]] = _busy(step)
+        self.busy: dict[int, list[LanePiece]] = _busy(step)
         phases = _innermost([(wait.start, wait.start + wait.duration, wait.what) for wait in step.waits], self._length)
         self._phases = _refined(phases, step, self._length)
         self._starts = [phase[0] for phase in self._phases]
@@ -74,25 +74,25 @@ class RankActivity:
         self._spans: dict[int, tuple[int, int]] = {}  # phase -> its command from the first to the last rank
         self._executed: dict[int, set[int]] = self._phases_executed(step)
 
-    def waiting(self, rank: int) -> list[Piece]:
+    def waiting(self, rank: int) -> list[LanePiece]:
         """The pieces in which a rank waited, and for what."""
-        found: list[Piece] = []
+        found: list[LanePiece] = []
         for start, end in _gaps(self.busy.get(rank, []), self._length):
             found += self._causes(rank, start, end)
         return found
 
-    def pipeline(self) -> list[Piece]:
+    def pipeline(self) -> list[LanePiece]:
         """What rank 0's pipeline waited for, piece by piece over the whole step."""
         return [(start, end, _named(what)) for start, end, what in self._phases]
 
-    def _causes(self, rank: int, start: int, end: int) -> Iterator[Piece]:
+    def _causes(self, rank: int, start: int, end: int) -> Iterator[LanePiece]:
         """The causes of one gap, piece by piece."""
         starts = self._starts
         place = max(0, bisect_right(starts, start) - 1)
         while place < len(self._phases) and self._phases[place][0] < end:
             begin, until, what = self._phases[place]
             begin, until = max(begin, start), min(until, end)
-            parts: tuple[Piece, ...]
+            parts: tuple[LanePiece, ...]
             if place in self._executed.get(rank, ()):
                 # Before the first rank begins and after the last one ends, messages are on their way.
                 first, last = (min(max(time, begin), until) for time in self._spans[place])
@@ -147,17 +147,17 @@ def role_shares(step: StepTimeline, activity: RankActivity | None = None) -> lis
     return found
 
 
-def _total(pieces: Iterable[Piece]) -> Counter[str]:
+def _total(pieces: Iterable[LanePiece]) -> Counter[str]:
     total: Counter[str] = Counter()
     for start, end, what in pieces:
         total[what] += end - start
     return total
 
 
-def _busy(step: StepTimeline) -> dict[int, list[Piece]]:
+def _busy(step: StepTimeline) -> dict[int, list[LanePiece]]:
     """Rank -> its busy pieces, disjoint and ascending. Commands come first: reward processes score beside them."""
-    commands: dict[int, list[Piece]] = {}
-    works: dict[int, dict[str, list[Piece]]] = {}
+    commands: dict[int, list[LanePiece]] = {}
+    works: dict[int, dict[str, list[LanePiece]]] = {}
     for command in step.commands:
         piece = command.start, command.start + command.duration, activity_of(command.name)
         commands.setdefault(command.rank, []).append(piece)
@@ -175,9 +175,9 @@ def _busy(step: StepTimeline) -> dict[int, list[Piece]]:
     return busy
 
 
-def _joined(pieces: Iterable[Piece], length: int) -> list[Piece]:
+def _joined(pieces: Iterable[LanePiece], length: int) -> list[LanePiece]:
     """The pieces within the step, disjoint and ascending: where two overlap, the earlier one counts."""
-    found: list[Piece] = []
+    found: list[LanePiece] = []
     for start, end, what in sorted(pieces):
         begin = max(start, 0, found[-1][1] if found else 0)
         if (until := min(end, length)) > begin:
@@ -185,7 +185,7 @@ def _joined(pieces: Iterable[Piece], length: int) -> list[Piece]:
     return found
 
 
-def _gaps(pieces: Sequence[Piece], length: int) -> Iterator[tuple[int, int]]:
+def _gaps(pieces: Sequence[LanePiece], length: int) -> Iterator[tuple[int, int]]:
     """The times between disjoint, ascending pieces."""
     begin = 0
     for start, end, _ in pieces:
@@ -196,7 +196,7 @@ def _gaps(pieces: Sequence[Piece], length: int) -> Iterator[tuple[int, int]]:
         yield begin, length
 
 
-def _filled(pieces: Sequence[Piece], others: Sequence[Piece], length: int) -> list[Piece]:
+def _filled(pieces: Sequence[LanePiece], others: Sequence[LanePiece], length: int) -> list[LanePiece]:
     """The pieces, and the parts of the others that lie in their gaps; both are disjoint and ascending."""
     found, place = list(pieces), 0
     for start, end in _gaps(pieces, length):
@@ -209,10 +209,10 @@ def _filled(pieces: Sequence[Piece], others: Sequence[Piece], length: int) -> li
     return sorted(found, key=itemgetter(0))
 
 
-def _innermost(waits: Iterable[Piece], length: int) -> list[Piece]:
+def _innermost(waits: Iterable[LanePiece], length: int) -> list[LanePiece]:
     """Disjoint phases that cover the step: in nested waits the inner one counts, between waits the controller works."""
-    found: list[Piece] = []
-    stack: list[Piece] = []
+    found: list[LanePiece] = []
+    stack: list[LanePiece] = []
     now = 0
 
     def advance(until: int) -> None:
@@ -235,7 +235,7 @@ def _innermost(waits: Iterable[Piece], length: int) -> list[Piece]:
     return found
 
 
-def _refined(phases: Sequence[Piece], step: StepTimeline, length: int) -> list[Piece]:
+def _refined(phases: Sequence[LanePiece], step: StepTimeline, length: int) -> list[LanePiece]:
     """The phases, with the collection of rollouts divided by what any rank did in it: decoding, else rewards, else
     environments, else only the scheduler."""
     decoding = [(chunk.start, chunk.start + chunk.duration, GENERATION) for chunk in step.chunks]
@@ -258,9 +258,9 @@ def _refined(phases: Sequence[Piece], step: StepTimeline, length: int) -> list[P
     return found
 
 
-def _union(pieces: Iterable[Piece], length: int) -> list[Piece]:
+def _union(pieces: Iterable[LanePiece], length: int) -> list[LanePiece]:
     """The pieces of one kind, joined where they overlap or touch."""
-    found: list[Piece] = []
+    found: list[LanePiece] = []
     for start, end, what in _joined(pieces, length):
         if found and found[-1][1] == start:
             found[-1] = found[-1][0], end, what

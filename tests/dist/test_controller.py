@@ -27,6 +27,8 @@ from hpcrl.messaging.messages import (
 from hpcrl.messaging.queues import Sender
 from hpcrl.messaging.world import CONTROLLER_QUEUE
 from hpcrl.system.clock import AwakeClock
+from hpcrl.timeline.recorder import Recorder
+from tests.timeline.test_recorder import Kept
 
 
 @pytest.fixture
@@ -209,6 +211,27 @@ def test_local_roles_work_while_their_answer_is_awaited(threads: Any) -> None:
     controller = make_controller(threads, background=Background(run_local))
     started = controller.start({1: Advantages(7)})
     assert controller.finish(started) == {1: Done(started[0][1])} and runs == [1]
+
+
+def test_the_timeline_has_what_the_controller_waited_for_also_in_vain(threads: Any) -> None:
+    """A command to two ranks, of which one has answered before the wait begins, and the other never answers."""
+    kept = Kept()
+    controller = make_controller(threads, command_s=0.5)
+    controller.timeline = recorder = Recorder([("controller",), ("trainer",), ("trainer",)], "node1", kept)
+    recorder.begin(3)
+    started = controller.start(dict.fromkeys((1, 2), Advantages(7)))
+    number = started[0][1]
+    now = time.monotonic()
+    say(threads, Joined("node1", 1), Done(number, spans=[(number - 1, now, 0.0), (number, now, 0.25)]))
+    while (1, number) not in controller._answers:
+        controller._take(0.5)
+    with pytest.raises(RankSilent, match=r"rank 2 \(no role\) in command Advantages"):
+        controller.finish(started)
+    recorder.close(0.0)
+    (step,) = (recorded.converted() for recorded in kept.steps)
+    assert [wait.what for wait in step.waits] == ["Advantages"] and step.waits[0].duration > 200_000
+    assert [(row.rank, row.name, row.duration) for row in step.commands] == [(1, "?", 0), (1, "Advantages", 250_000)]
+    assert not step.header.complete and step.header.ranks[1].host == "node1"
 
 
 def test_every_rank_can_find_out_which_ranks_are_lost(threads: Any) -> None:

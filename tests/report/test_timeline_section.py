@@ -15,7 +15,7 @@ from hpcrl.report.run_files import RunFiles
 from hpcrl.report.timeline import UNITS, coded_counts, coded_pieces, section, step_data
 from hpcrl.rollout.types import make_sample_id
 from hpcrl.timeline.step_file import ChunkRow, SampleRow, StepTimeline, encode, path_of
-from hpcrl.timeline.waiting import Piece
+from hpcrl.timeline.waiting import LanePiece
 from tests.report.test_page import HOSTILE, blocks, make_run
 from tests.timeline.steps import large_step, make_step
 from tests.timeline.test_waiting import ROWS
@@ -71,7 +71,7 @@ def test_pieces_cover_the_step_whatever_is_merged() -> None:
     rng, names = random.Random(0), ["a", "b", "c"]
     for _ in range(100):
         ends = sorted(rng.sample(range(1, 5000), rng.randrange(1, 200)))
-        pieces: list[Piece] = []
+        pieces: list[LanePiece] = []
         for end in ends:
             pieces.append((pieces[-1][1] if pieces else 0, end, rng.choice(names)))
         coded = coded_pieces(pieces, ends[-1], rng.choice((5, 50, 500)), names)
@@ -125,6 +125,22 @@ def test_a_damaged_file_is_named_and_the_others_are_shown(tmp_path: Path) -> Non
     path_of(run.path, 1).write_bytes(b"")
     assert section(run) is None
     assert section(make_run(tmp_path / "other")) is None
+
+
+def test_a_file_that_leads_out_of_the_served_folder_is_not_read(tmp_path: Path) -> None:
+    secret = write(make_run(tmp_path / "secret"), make_step(*ROWS, step=2))
+    run = write(make_run(tmp_path / "runs" / "run"), make_step(*ROWS, step=1))
+    path_of(run.path, 2).symlink_to(path_of(secret.path, 2))
+    data: Any = section(RunFiles(run.path, inside=tmp_path / "runs")).data  # type: ignore[union-attr]
+    assert [step["step"] for step in data["steps"]] == [1] and data["recorded"] == 1
+
+
+def test_a_file_that_has_changed_is_read_again(tmp_path: Path) -> None:
+    run = write(make_run(tmp_path / "run"), make_step(*ROWS, step=1))
+    for length in (100, 2000):
+        write(run, make_step(*ROWS, step=1, length=length))
+        data: Any = section(run).data  # type: ignore[union-attr]
+        assert data["steps"][0]["seconds"] == length / 1e6
 
 
 def test_samples_have_their_names_and_hostile_text_stays_data(tmp_path: Path) -> None:

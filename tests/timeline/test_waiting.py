@@ -7,11 +7,11 @@ from itertools import pairwise
 
 import pytest
 
-from hpcrl.timeline.step_file import ChunkRow, CommandRow, Row, WaitRow, WorkRow
+from hpcrl.timeline.step_file import ChunkRow, CommandRow, TimelineRow, WaitRow, WorkRow
 from hpcrl.timeline.waiting import RankActivity, role_shares
 from tests.timeline.steps import make_step
 
-ROWS: tuple[Row, ...] = (
+ROWS: tuple[TimelineRow, ...] = (
     WaitRow("rollouts", 0, 50),
     WaitRow("TransferRollouts", 50, 10),
     WaitRow("TrainStep", 60, 20),
@@ -112,7 +112,7 @@ def test_busy_and_waiting_fill_the_step_whatever_happened() -> None:
     rng = random.Random(0)
     names = ("TrainStep", "UpdateWeights", "Logprobs", "Ask", "no such command")
     for _ in range(50):
-        rows: list[Row] = []
+        rows: list[TimelineRow] = []
         for _ in range(rng.randrange(60)):
             start, duration, rank = rng.randrange(-50, 1100), rng.randrange(300), rng.randrange(5)
             rows += rng.choice(
