@@ -19,6 +19,7 @@ from hpcrl.config.engines import GeneratorConfig, JudgeConfig, LoRAConfig, Train
 from hpcrl.config.fake import FakeConfig
 from hpcrl.config.model import ModelConfig, ReferenceConfig
 from hpcrl.config.part_names import listed, once, own_section
+from hpcrl.config.profiling import ProfileConfig
 from hpcrl.config.rollout import EvalConfig, RolloutConfig
 from hpcrl.config.scalar_heads import CriticConfig, RewardModelConfig
 from hpcrl.spec.fields import NUMBER, Natural, Positive, Seconds, Section, Seed
@@ -125,6 +126,8 @@ class Config(Section):
     """Trackers in addition to metrics.jsonl (tracking)."""
     tracking: TrackingConfig = TrackingConfig()
     """Trackers."""
+    profile: ProfileConfig = ProfileConfig()
+    """Profiles of single steps."""
     timeouts: Timeouts = Timeouts()
     """Deadlines."""
     cluster: ClusterConfig = ClusterConfig()

@@ -101,6 +101,8 @@ def _unread_of_sections(config: Config) -> Iterator[tuple[Path, Path, str]]:
         if not spec.gpus_per_node:
             at = ("cluster", "components", name)
             yield (*at, "gpu_type"), (*at, "gpus_per_node"), "the component requests no GPUs"
+    if not config.profile.steps:
+        yield ("profile",), ("profile", "steps"), "profile.steps is empty"
     if config.model.path is not None:
         yield ("model", "tiny"), ("model", "path"), "model.path is given"
     if not has_experts(config.model.tiny.architecture):

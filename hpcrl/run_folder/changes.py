@@ -37,6 +37,7 @@ MAY_CHANGE = (
     "run_dir",
     "trackers",
     "tracking",
+    "profile",
     "trainer.max_mismatch",
     "trainer.engine",
     "critic.engine",
