@@ -20,6 +20,7 @@ from hpcrl.config.engines import GeneratorConfig, JudgeConfig, LoRAConfig, Train
 from hpcrl.config.fake import FakeConfig
 from hpcrl.config.model import ModelConfig, ReferenceConfig
 from hpcrl.config.part_names import listed, once, own_section
+from hpcrl.config.profiling import ProfileConfig
 from hpcrl.config.rollout import EvalConfig, RolloutConfig
 from hpcrl.config.scalar_heads import CriticConfig, RewardModelConfig
 from hpcrl.config.untrained import as_untrained
@@ -155,6 +156,8 @@ class Config(Section):
     """Trackers."""
     timeline: TimelineConfig = TimelineConfig()
     """What ranks and samples did."""
+    profile: ProfileConfig = ProfileConfig()
+    """Profiles of single steps."""
     timeouts: Timeouts = Timeouts()
     """Deadlines."""
     cluster: ClusterConfig = ClusterConfig()

@@ -108,6 +108,8 @@ def _unread_of_sections(config: Config) -> Iterator[tuple[Path, Path, str]]:
             yield (*at, "gpu_type"), (*at, "gpus_per_node"), "the component requests no GPUs"
     if not config.timeline.enabled:
         yield ("timeline", "keep_steps"), ("timeline", "enabled"), "nothing is recorded"
+    if not config.profile.steps:
+        yield ("profile",), ("profile", "steps"), "profile.steps is empty"
     if config.model.path is not None:
         yield ("model", "tiny"), ("model", "path"), "model.path is given"
     if not has_experts(config.model.tiny.architecture):

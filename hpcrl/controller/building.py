@@ -11,6 +11,7 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from hpcrl.cluster.layout import RoleLayout
+from hpcrl.cluster.profiled import profiled_ranks
 from hpcrl.config import Config
 from hpcrl.controller.checkpoints import Checkpoints
 from hpcrl.controller.clients import Roles, RolloutTransfer, Trainer, Weights
@@ -18,6 +19,7 @@ from hpcrl.controller.critic_client import Critic
 from hpcrl.controller.debug import FixedWeights, IdleTrainer, StoredRollouts
 from hpcrl.controller.evaluation import Evaluation
 from hpcrl.controller.generation import replica_capacity
+from hpcrl.controller.profiles import StepProfiler
 from hpcrl.controller.reference_client import Reference
 from hpcrl.controller.rollouts import Rollouts
 from hpcrl.controller.supervised import AnswerRows
@@ -52,6 +54,7 @@ class Parts:
     evaluation: Evaluation | None
     checkpoint: Checkpoints
     first_step: int
+    profiler: StepProfiler
 
 
 def build(
@@ -89,8 +92,9 @@ def build(
     checkpoint = Checkpoints(controller, layout, config, run_dir, attempt, data, [trainer, reference])
     first_step = checkpoint.restore()
     background.check(checkpoint.commit_if_written)
+    profiler = StepProfiler(controller, config.profile.steps, profiled_ranks(config, layout), first_step)
     roles, critic = Roles(controller, layout), Critic(controller, layout, config)
-    return Parts(roles, trainer, reference, critic, weights, data, evaluation, checkpoint, first_step)
+    return Parts(roles, trainer, reference, critic, weights, data, evaluation, checkpoint, first_step, profiler)
 
 
 def build_evaluation(

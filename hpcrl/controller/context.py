@@ -39,7 +39,7 @@ class Run:
     def __init__(self, config: Config, run_dir: Path, parts: Parts, timeline: Recorder | None = None):
         """`timeline` records what ranks and samples do, from here on."""
         self.config, self._run_dir, self._timeline = config, run_dir, timeline
-        self._roles, self._weights = parts.roles, parts.weights
+        self._roles, self._weights, self._profiler = parts.roles, parts.weights, parts.profiler
         self.trainer, self.reference, self.critic = parts.trainer, parts.reference, parts.critic
         self._data, self.evaluation, self.checkpoint = parts.data, parts.evaluation, parts.checkpoint
         self.first_step, self.last_step, self._why = parts.first_step, config.max_steps, ""
@@ -79,6 +79,7 @@ class Run:
         """
         for step in range(self.first_step + 1, self.config.max_steps + 1):
             self.guard.before_step()
+            self._profiler.begin(step)
             self._step_started = time.perf_counter()
             if self._timeline is not None:
                 self._timeline.begin(step)
@@ -86,6 +87,7 @@ class Run:
             if self._timeline is not None:
                 self._timeline.end()
             self.guard.after_step(time.perf_counter() - self._step_started)
+            self._profiler.end(step)
             if step < self.config.max_steps and (why := self.guard.must_stop()):
                 saved = self.checkpoint.save_within(step, self.guard.left_s())
                 raise Stopped(

@@ -12,6 +12,7 @@ from hpcrl.checkpoint.commit import problem_of
 from hpcrl.cluster.container import check_container
 from hpcrl.cluster.layout import RoleLayout, check_layout
 from hpcrl.cluster.placement import check_placement
+from hpcrl.cluster.profiled import check_profile
 from hpcrl.config import Config, ConfigError, LoadedConfig, Problem
 from hpcrl.config.abilities import check_family, check_installed, check_length, check_mtp, check_parts, check_trainable
 from hpcrl.config.folders import conf_dir, conf_file, shown
@@ -54,6 +55,7 @@ def prepare(argv: Sequence[str]) -> tuple[Config, RoleLayout, ModelFolder | None
         if not layout_problems:
             layout = RoleLayout.from_config(config)
             reading.add(check_placement(config, layout))
+            reading.add(list(check_profile(config, layout)))
             reading.add([] if config.dry_run else list(check_machine(config, layout)))
         reading.add(check_container(config.cluster))
         reading.add(check_prologue(config.cluster))

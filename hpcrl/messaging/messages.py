@@ -49,6 +49,13 @@ class Ask(Message):
     values: dict[str, Any] = {}
 
 
+class Profile(Message):
+    """Begin the profile of a step, or end and write it. The answer's texts say what is missing in it."""
+
+    step: int
+    begins: bool
+
+
 class Shutdown(Message):
     """End the rank's loop; its last command."""
 
@@ -370,6 +377,7 @@ Command = (
     BuildRole
     | BuildGroup
     | Ask
+    | Profile
     | Shutdown
     | Admit
     | DecodeChunk

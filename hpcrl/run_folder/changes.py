@@ -39,6 +39,7 @@ MAY_CHANGE = (
     "run_dir",
     "trackers",
     "tracking",
+    "profile",
     "trainer.max_mismatch",
     "trainer.engine",
     "critic.engine",

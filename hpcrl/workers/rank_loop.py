@@ -21,7 +21,19 @@ from hpcrl.cluster.layout import RoleLayout
 from hpcrl.comm.transfer import TransferGroup, blames_peer
 from hpcrl.config import Config
 from hpcrl.data.chat import bind
-from hpcrl.messaging.messages import Ask, BuildGroup, BuildRole, Done, Failed, Joined, Lost, Shutdown, Span, WithSpans
+from hpcrl.messaging.messages import (
+    Ask,
+    BuildGroup,
+    BuildRole,
+    Done,
+    Failed,
+    Joined,
+    Lost,
+    Profile,
+    Shutdown,
+    Span,
+    WithSpans,
+)
 from hpcrl.messaging.queues import ControlError, ReaderLost, StoreLost
 from hpcrl.messaging.world import CONTROLLER_QUEUE, World
 from hpcrl.models.families import vision_of
@@ -37,6 +49,7 @@ from hpcrl.workers.allocator import grow_segments
 from hpcrl.workers.checkpointing import Saving
 from hpcrl.workers.exchange import Exchange
 from hpcrl.workers.peaks import PHASES, Peaks
+from hpcrl.workers.profiling import Profiling
 from hpcrl.workers.role import Answers, Role, Serves
 from hpcrl.workers.time_sharing import TimeSharing
 from hpcrl.workers.weight_updates import WeightUpdate
@@ -70,6 +83,8 @@ class Worker:
         }
         self._publishing = WeightUpdate(self)
         self._saving = Saving(self)
+        self._profiling = Profiling(config.profile, run_dir, world.rank)
+        self._handlers[Profile] = self._profiling.handle
         self._handlers |= Exchange(self).handlers() | self._publishing.handlers() | self._saving.handlers()
         self._peaks = Peaks()
         self._spans: deque[Span] | None = deque(maxlen=MAX_SPANS) if config.timeline.enabled else None  # not reported
@@ -138,7 +153,8 @@ class Worker:
         with self._reporting(seq, name):
             if self._turns is not None:
                 self._turns.enter(command)
-            answer = self._handlers[type(command)](command, seq)
+            with self._profiling.span(f"{name} #{seq}"):
+                answer = self._handlers[type(command)](command, seq)
         if isinstance(answer, Done) and type(command) in PHASES:
             answer.stats |= self._peaks.take()
         if self._spans is not None:

@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import re
 import shutil
 import signal
 import stat
@@ -21,8 +22,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from hpcrl.commands import stacks
 from hpcrl.messaging.bootstrap import ENDPOINT, ProcessInfo, find_place, make_key_file, share_endpoint
-from hpcrl.run_folder import log_folder
+from hpcrl.run_folder import hang_path, log_folder
 from hpcrl.system.exit_codes import ExitCode
 from hpcrl.system.files import backed_off_s
 
@@ -373,14 +375,23 @@ def under_torchrun(folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], list
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [1, 0])
-def test_a_stopped_rank_ends_the_run_under_torchrun(tmp_path: Path, rank: int) -> None:
-    """Without an agent, another rank of the node notices it."""
+def test_a_stopped_rank_ends_the_run_under_torchrun(
+    tmp_path: Path, rank: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without an agent, another rank of the node notices it, and the ranks give their stacks by themselves."""
     with under_torchrun(tmp_path) as (run, ranks):
+        assert stacks.main([str(tmp_path / "run"), "--local"]) == 0
+        out = capsys.readouterr().out
+        assert [int(pid) for pid in re.findall(r"^rank \d .*, process (\d+): in ", out, re.M)] == [p.pid for p in ranks]
+        assert out.count("main thread (most recent call first):\n") == 3
         began = time.monotonic()
         ranks[rank].send_signal(signal.SIGSTOP)
         assert run.wait(60) != 0
         assert time.monotonic() - began < 25  # 3 s, the controller's 15 at most, and torchrun's own looks
         assert f"killed rank {rank}, which was stopped (SIGSTOP) for" in (tmp_path / "log").read_text()
+        if rank:
+            report = hang_path(tmp_path / "run", 1).read_text()
+            assert report.count("main thread (most recent call first):\n") == 2 and "no answer about rank 1" in report
 
 
 @pytest.mark.slow
