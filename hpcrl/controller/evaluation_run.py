@@ -56,9 +56,7 @@ class EvaluationRun(Rank0Run):
         if self._path.exists():
             head, rows = read_responses(self._path)
             if head != self._head:
-                raise ValueError(
-                    f"{self._path} has responses of another evaluation; remove it, or use another run_name"
-                )
+                raise ValueError(f"{self._path} is of another evaluation; remove it, or use another run_name")
             known = by_prompt(rows)
             for name, row, count in self._wanted:
                 group = known.get((name, row), [])

@@ -1,9 +1,9 @@
 """Evaluate a model, or a run's model, on validation data, without training.
 
-    hpcrl eval runs/sft                                        # the run's final model on its data.val
-    hpcrl eval runs/sft --step 200 eval.samples=8 eval.temperature=0.8
-    hpcrl eval Qwen/Qwen2.5-0.5B-Instruct data.val=gsm8k.jsonl eval.num_prompts=500
-    hpcrl eval models/mine +experiment=rlvr_gsm8k generator.engine=vllm +cluster=slurm cluster.partition=gpu
+    python -m hpcrl eval runs/sft                                        # the run's final model on its data.val
+    python -m hpcrl eval runs/sft --step 200 eval.samples=8 eval.temperature=0.8
+    python -m hpcrl eval Qwen/Qwen2.5-0.5B-Instruct data.val=gsm8k.jsonl eval.num_prompts=500
+    python -m hpcrl eval models/mine +experiment=rlvr_gsm8k generator.engine=vllm +cluster=slurm cluster.partition=gpu
 
 FOLDER is a model in HF layout, or a run: then data.val, rewards, environments, eval, the generator and the sampling are
 those of the run. WORDS are settings as for `python -m hpcrl.launch`; dry_run=true prints the plan only. The evaluation
