@@ -16,11 +16,10 @@ from typing import TextIO
 from hpcrl.python.arguments import Given, arguments_of
 from hpcrl.python.failure import RunFailed
 from hpcrl.python.handle import RunHandle
+from hpcrl.python.nesting import INSIDE, check_outside
 from hpcrl.system.exit_codes import ExitCode
 from hpcrl.system.log import message_of
 
-INSIDE = "HPCRL_STARTED_BY_TRAIN"
-"""Environment variable of all processes of a run that train() has started."""
 POLL_S = 0.2
 READ_BYTES = 1 << 16
 KEPT_LINES = 100
@@ -50,11 +49,7 @@ def train(
     ValueError if a value or a part cannot be given; RunFailed, with exit code 2 if nothing was started. Processes of
     the run import the files of parts, so a script calls this below `if __name__ == "__main__":`.
     """
-    if os.environ.get(INSIDE):
-        raise RuntimeError(
-            "hpcrl.train is called in a process of a run that hpcrl.train has started: a file with a reward or an "
-            'environment calls it below if __name__ == "__main__":'
-        )
+    check_outside("hpcrl.train")
     parts = {name: value for name, value in (("reward", reward), ("env", env)) if value is not None}
     arguments = arguments_of(words, {**keys, **parts})
     if any(word.lstrip("+").lower() == "dry_run=true" for word in arguments):
