@@ -10,7 +10,8 @@ import json
 from pathlib import Path
 
 from hpcrl.checkpoint.commit import set_latest
-from hpcrl.system.files import rename_durably, step_name, steps_in, write_durably
+from hpcrl.metrics.responses import FOLDER as VALIDATION
+from hpcrl.system.files import STEP_NAME, rename_durably, step_name, steps_in, write_durably
 
 METRICS = "metrics.jsonl"
 
@@ -19,8 +20,9 @@ def abandon_after(run_dir: Path, step: int, attempt: int) -> list[str]:
     """Move away everything with a label above `step`, which is -1 if the run starts over without a checkpoint. Called
     by rank 0 before anything is written. Returns one line per move, for the log.
 
-    Rollouts and metrics move to abandoned/<attempt>/, where `attempt` is the calling attempt. Newer checkpoints, which
-    are damaged, are renamed, and the next commit deletes them. After a kill, the next call completes the moves.
+    Rollouts, validation responses and metrics move to abandoned/<attempt>/, where `attempt` is the calling attempt.
+    Newer checkpoints, which are damaged, are renamed, and the next commit deletes them. After a kill, the next call
+    completes the moves.
     """
     # Checkpoints are moved first: if a damaged one became readable again, its rollouts would be needed.
     moved = _abandon_checkpoints(run_dir / "checkpoints", step, attempt)
@@ -31,6 +33,8 @@ def abandon_after(run_dir: Path, step: int, attempt: int) -> list[str]:
         rename_durably(run_dir / "rollouts" / step_name(number), target / "rollouts" / step_name(number))
     if past:
         moved.append(f"rollouts of steps {past[0]} to {past[-1]} moved to {target}")
+    if evaluated := _abandon_responses(run_dir, step, target):
+        moved.append(f"validation responses of steps {evaluated[0]} to {evaluated[-1]} moved to {target}")
     lines = cut_metrics(run_dir, step, attempt)
     if lines:
         moved.append(f"{lines} lines of {METRICS} {since(step)} moved to {target}")
@@ -81,6 +85,18 @@ def cut_metrics(run_dir: Path, step: int, attempt: int) -> int:
         write_durably(target, before + b"".join(cut))
         write_durably(path, b"".join(kept))
     return len(cut)
+
+
+def _abandon_responses(run_dir: Path, step: int, target: Path) -> list[int]:
+    """Move away the files of responses of later evaluations; returns their steps, ascending."""
+    folder = run_dir / VALIDATION
+    found = (STEP_NAME.fullmatch(path.stem) for path in folder.glob("*.jsonl"))
+    past = sorted(number for match in found if match and (number := int(match[1])) > step)
+    for number in past:
+        (target / VALIDATION).mkdir(parents=True, exist_ok=True)
+        name = f"{step_name(number)}.jsonl"
+        rename_durably(folder / name, target / VALIDATION / name)
+    return past
 
 
 def _abandon_checkpoints(root: Path, step: int, attempt: int) -> list[str]:

@@ -28,6 +28,7 @@ from hpcrl.config import Config, ConfigError
 from hpcrl.metrics.duration import duration
 from hpcrl.metrics.log import METRICS, read_metrics
 from hpcrl.metrics.progress import RECENT_STEPS, SHOWN, evaluations_left
+from hpcrl.metrics.responses import count_responses
 from hpcrl.node.preflight import read_judgement, read_reports
 from hpcrl.run_folder import (
     CONFIG,
@@ -155,7 +156,9 @@ def describe(run_dir: Path, job: slurm.Job | None, now: float) -> str:
     runs = _runs(run, job)
     if config is not None:
         rows += _where(run, config)
-    if run.values and not (config is not None and config.pipeline_spec.rank0_only):
+    if config is not None and not config.pipeline_spec.trains:
+        rows.append(("done", f"{count_responses(run_dir)} responses are stored"))
+    elif run.values and not (config is not None and config.pipeline_spec.rank0_only):
         rows.append(("step", _progress(run, now, runs)))
         if config is not None and (runs or not run.finished):
             rows += [("time", text) for text in _time(run, config, job if runs else None, now)]
@@ -173,7 +176,8 @@ def line(run_dir: Path, job: slurm.Job | None, now: float) -> str:
     """The run in one line."""
     run = RunFolder(run_dir)
     word = state(run, job).split(":")[0]
-    if not run.values or (run.config is not None and run.config.pipeline_spec.rank0_only):
+    pipeline = run.config.pipeline_spec if run.config is not None else None
+    if not run.values or (pipeline is not None and (pipeline.rank0_only or not pipeline.trains)):
         return f"{run_dir.name:<24}{word}"
     reward = [f"{name} {form.format(found[1])}" for metric, name, form in SHOWN[:2] if (found := run.newest(metric))]
     left = run.seconds_left()

@@ -23,6 +23,7 @@ from hpcrl.config.off_policy import check_off_policy
 from hpcrl.config.rollout import MAX_MEMBERS, MAX_VALIDATION_PROMPTS, RolloutConfig
 from hpcrl.config.scalar_heads import CriticConfig
 from hpcrl.config.schema import Config
+from hpcrl.config.untrained import check_training_data
 from hpcrl.spec.kinds import Spec
 from hpcrl.spec.problems import PLACEHOLDER, Path, Problem, dotted
 from hpcrl.spec.table import SpecTable
@@ -49,6 +50,7 @@ def check(config: Config) -> list[Problem]:
         *_environments(config),
         *_asynchronous(config),
         *_evaluation(config),
+        *check_training_data(config),
         *_domain_shares(config),
         *_optimizer(config),
         *_model(config),

@@ -81,9 +81,10 @@ def _variables(given: dict[str, Any]) -> dict[str, Any]:
 class DataConfig(Section):
     """Where prompts come from and how a row is read."""
 
-    train: Sources = "task:sort_digits"
+    train: Sources | None = "task:sort_digits"
     """File (jsonl, json, csv, tsv, parquet, arrow), pattern, folder, name of a cached data set of the hub, task:NAME,
-    reasoning_gym:NAME, env:DOMAIN, expert:NAME, or a list of these or of {path, domain, size, options}."""
+    reasoning_gym:NAME, env:DOMAIN, expert:NAME, or a list of these or of {path, domain, size, options}; null, in a run
+    that trains nothing (pipeline=evaluate): none."""
     val: Sources | None = None
     """Validation prompts, in the same forms; null: no evaluation."""
     prompt_key: str | None = None

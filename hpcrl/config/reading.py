@@ -132,8 +132,10 @@ def read(argv: Sequence[str]) -> LoadedConfig:
 
 
 def _given(config: Config, composition: Composition) -> dict[Path, bool]:
-    """Composition.given(), except keys that a file of --config sets to their default."""
+    """Composition.given(), except keys that a file of --config sets to their default, and data.train=null."""
     given = composition.given()
+    if isinstance(data := composition.data.get("data"), Mapping) and data.get("train", "") is None:
+        given.pop(("data", "train"), None)  # says what is so without it, too
     if composition.file is None:
         return given
     other = leaves(config.model_dump(mode="json", exclude_defaults=True))

@@ -21,6 +21,7 @@ from hpcrl.config.model import ModelConfig, ReferenceConfig
 from hpcrl.config.part_names import listed, once, own_section
 from hpcrl.config.rollout import EvalConfig, RolloutConfig
 from hpcrl.config.scalar_heads import CriticConfig, RewardModelConfig
+from hpcrl.config.untrained import as_untrained
 from hpcrl.spec.fields import NUMBER, Natural, Positive, Seconds, Section, Seed
 from hpcrl.spec.kinds import AlgorithmSpec, PipelineSpec
 from hpcrl.spec.policy_loss import SURROGATE_KEYS, PolicyLoss
@@ -135,6 +136,12 @@ class Config(Section):
     def _environments_by_domain(cls, data: Any) -> Any:
         """Read null, the result of ~env, as no environments."""
         return data | {"env": {}} if isinstance(data, dict) and data.get("env", {}) is None else data
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_training(cls, data: Any) -> Any:
+        """Leave out what a run without trainer ranks does not have."""
+        return as_untrained(data) if isinstance(data, dict) else data
 
     @model_validator(mode="before")
     @classmethod
@@ -310,7 +317,7 @@ class Config(Section):
     @property
     def evaluates(self) -> bool:
         """Whether the run evaluates on validation prompts."""
-        return self.data.val is not None and self.eval_every > 0
+        return self.data.val is not None and (self.eval_every > 0 or not self.pipeline_spec.trains)
 
     def env_of(self, domain: str) -> EnvConfig | None:
         """The environment of a domain's prompts; None: a single response."""

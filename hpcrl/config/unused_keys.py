@@ -8,6 +8,7 @@ from hpcrl.config.engines import LoRAConfig, TrainerConfig
 from hpcrl.config.rollout import DomainRolloutConfig
 from hpcrl.config.scalar_heads import CriticConfig
 from hpcrl.config.schema import Config
+from hpcrl.config.untrained import unread_without_trainer
 from hpcrl.models.families import has_experts
 from hpcrl.spec.kinds import Spec
 from hpcrl.spec.policy_loss import CORRECTION_KEYS, SURROGATE_KEYS
@@ -62,7 +63,9 @@ def _unread_of_pipeline(config: Config) -> Iterator[tuple[Path, Path, str]]:
         for key in type(config).model_fields:
             if key not in (*KEYS_OF_ALL, config.pipeline):
                 yield (key,), ("pipeline",), f"the {config.pipeline} pipeline neither trains nor generates"
-    if not config.learns_from_rewards:
+    if not config.pipeline_spec.trains:
+        yield from unread_without_trainer(config)
+    elif not config.learns_from_rewards:
         for section in ("algorithm",) if config.evaluates else ("algorithm", "env"):
             yield (section,), ("pipeline",), f"the {config.pipeline} pipeline has no {section}"
         for key in type(config.rollout).model_fields:
@@ -107,7 +110,7 @@ def _unread_of_sections(config: Config) -> Iterator[tuple[Path, Path, str]]:
         yield ("model", "tiny", "num_experts"), ("model", "tiny", "architecture"), "the model has no experts"
     if config.data.val is None:
         yield ("eval",), ("data", "val"), "data.val is null"
-        if config.eval_every:
+        if config.eval_every and config.pipeline_spec.trains:
             yield ("eval_every",), ("data", "val"), "data.val is null, so there is nothing to evaluate on"
     if config.uses_critic and config.critic_engine != config.trainer.engine:
         engine = TRAIN_ENGINES[config.critic_engine]

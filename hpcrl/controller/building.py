@@ -93,8 +93,30 @@ def build(
     return Parts(roles, trainer, reference, critic, weights, data, evaluation, checkpoint, first_step)
 
 
+def build_evaluation(
+    controller: Controller, layout: RoleLayout, config: Config, run_dir: Path, model_path: Path
+) -> Evaluation:
+    """Build the roles of all ranks of a run without trainers; the generators load the model's folder. Errors as in
+    build()."""
+    tokenizer = _load_tokenizer(model_path, config)
+    _build_roles(controller, layout)
+    controller.built = True
+    loop = _make_loop(controller, layout, config, run_dir)
+    assert loop is not None, "the layout of a run that evaluates has generators"
+    return Evaluation(loop, controller, layout, config, tokenizer, run_dir)
+
+
 def _build_ranks(controller: Controller, layout: RoleLayout, weights: Weights, transfer_group: RolloutTransfer) -> None:
-    """Build engines and groups role by role, on all ranks of a role at once: making a default group is collective."""
+    """Build engines and groups."""
+    _build_roles(controller, layout)
+    if layout.ranks["generator"] or layout.ranks["reference"] or layout.ranks["critic"]:
+        transfer_group.build()
+    weights.build_groups()
+    controller.built = True
+
+
+def _build_roles(controller: Controller, layout: RoleLayout) -> None:
+    """Build engines role by role, on all ranks of a role at once: making a default group is collective."""
     controller.await_world()
     services: dict[str, list[str]] = {}
     for role in sorted(ROLES, key=lambda name: not ROLES[name].owns_default_group):
@@ -103,10 +125,6 @@ def _build_ranks(controller: Controller, layout: RoleLayout, weights: Weights, t
             built = controller.call(dict.fromkeys(ranks, messages.BuildRole(role, ranks, services=services)))
             if addresses := [built[rank].address for rank in ranks if built[rank].address]:
                 services[role] = addresses
-    if layout.ranks["generator"] or layout.ranks["reference"] or layout.ranks["critic"]:
-        transfer_group.build()
-    weights.build_groups()
-    controller.built = True
 
 
 def _make_loop(controller: Controller, layout: RoleLayout, config: Config, run_dir: Path) -> RolloutLoop | None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import quote
 
 from hpcrl.cluster.layout import RoleLayout
@@ -18,30 +18,23 @@ from hpcrl.controller.clients import timed
 from hpcrl.controller.episodes import Episode, write_episode
 from hpcrl.controller.examples import example_key, keep_examples, read_examples
 from hpcrl.controller.generation import evaluation_sampling, replica_capacity
+from hpcrl.controller.responses import PromptAnswer, scored_rows, set_headers, whole_rows
 from hpcrl.data import PromptSource
+from hpcrl.data.source import RowOrigin
 from hpcrl.messaging.dispatcher import Controller
 from hpcrl.messaging.messages import ReadLastObservation, ReadTexts
-from hpcrl.metrics import repeated
-from hpcrl.metrics.stats import Stats, merge, scalar
+from hpcrl.metrics.responses import header, response_stats, responses_file, write_responses
+from hpcrl.metrics.stats import Stats, merge
 from hpcrl.rollout.loop import CollectedRollouts, RolloutLoop
-from hpcrl.rollout.scheduling.events import DoneSample, Group
+from hpcrl.rollout.scheduling.events import DoneSample
 from hpcrl.rollout.scheduling.policies import SchedulerConfig
 from hpcrl.rollout.scheduling.scheduler import RolloutScheduler
-from hpcrl.rollout.types import FinishReason, Prompt, Sizes, validation_uid
+from hpcrl.rollout.types import Prompt, validation_uid
 from hpcrl.spec.media import Medium
 from hpcrl.system.files import step_name
 
 SHOWN_CHARS = 100
 MAX_FOLDER_CHARS = 200
-
-
-class _Answer(NamedTuple):
-    """A validation prompt's responses, their sizes, and the statistics of the responses generated with them."""
-
-    prompt: Prompt
-    group: Group
-    sizes: Sequence[Sizes]
-    stats: Stats
 
 
 class Evaluation:
@@ -59,27 +52,51 @@ class Evaluation:
         self._loop, self._controller, self._config, self._tokenizer = loop, controller, config, tokenizer
         self._slots, self._env_ranks = replica_capacity(config, layout), layout.ranks["env"]
         self._run_dir, self._episodes = run_dir, run_dir / "episodes"
-        self._prompts = _validation_prompts(config, tokenizer) if config.data.val else []
+        self._prompts, self._origins = _validation_prompts(config, tokenizer) if config.data.val else ([], [])
 
     def scores(self, step: int) -> Stats:
         """val/score (as eval and eval.sets say) and val/sampled/score (at the training temperature, without the domains
-        of eval.sets), with the metrics of _score_stats(); with several domains also per domain, such as
+        of eval.sets), with the metrics of response_stats(); with several domains also per domain, such as
         val/maths/score."""
         if not self._prompts:
             return {}
         start, config = time.perf_counter(), self._config
         answers = self._answers(2 * step, [config.eval.of_domain(prompt.domain) for prompt in self._prompts])
-        stats = _score_stats("val", answers)
+        stats = response_stats("val", scored_rows(config, answers))
         self._keep_episodes(step, answers)
         best_effort("examples", lambda: self._keep_examples(step, answers), None)
+        best_effort("the file of validation responses", lambda: self._keep_responses(step, answers), None)
         self._loop.forget([answer.group for answer in answers])
         if config.rollout.temperature != config.eval.temperature:
             asked = EvalSampling(1, config.rollout.temperature, config.eval.max_new_tokens)
             shared = [None if prompt.domain in config.eval.sets else asked for prompt in self._prompts]
             sampled = self._answers(2 * step + 1, shared)
-            stats |= _score_stats("val/sampled", sampled)
+            stats |= response_stats("val/sampled", scored_rows(config, sampled))
             self._loop.forget([answer.group for answer in sampled])
         return merge([stats, timed("time/val_step", start)])
+
+    @property
+    def prompts(self) -> list[tuple[Prompt, RowOrigin]]:
+        """All validation prompts."""
+        return list(zip(self._prompts, self._origins, strict=True))
+
+    @property
+    def num_slots(self) -> int:
+        """Responses that all living replicas generate at the same time."""
+        return sum(slots for rank, slots in self._slots.items() if rank not in self._controller.lost)
+
+    def rows_of(self, places: Collection[int]) -> list[dict[str, Any]]:
+        """Rows of new responses to the prompts at these places, without those of a replica that is lost meanwhile. Each
+        prompt has the same seeds in every call."""
+        config = self._config
+        asked = [
+            config.eval.of_domain(prompt.domain) if place in places else None
+            for place, prompt in enumerate(self._prompts)
+        ]
+        answers = self._answers(0, asked)
+        rows = whole_rows(self._controller, config, answers)
+        self._loop.forget([answer.group for answer in answers])
+        return rows
 
     def before_and_after(self, last: int) -> str:
         """The kept examples as text, a few short lines each."""
@@ -95,16 +112,20 @@ class Evaluation:
                 lines.append(f"    {name:>6}  {verdict}  {_short(example['response'])}")
         return "\n".join(["validation completions before and after:", *lines]) if lines else ""
 
-    def _answers(self, number: int, asked: Sequence[EvalSampling | None]) -> list[_Answer]:
+    def header(self, step: int) -> dict[str, Any]:
+        """The first object of this step's file of responses."""
+        return header(self._config.model.path or "tiny", step, set_headers(self._config, self.prompts))
+
+    def _answers(self, number: int, asked: Sequence[EvalSampling | None]) -> list[PromptAnswer]:
         """The responses to all prompts in the n-th evaluation, as `asked` for each prompt; None leaves a prompt out.
         Prompts with equal sampling are answered together."""
-        found: dict[int, _Answer] = {}
+        found: dict[int, PromptAnswer] = {}
         for sampling in dict.fromkeys(each for each in asked if each is not None):
             chosen = [place for place, each in enumerate(asked) if each == sampling]
             collected = self._generate(sampling, number, chosen)
             for place, group in zip(chosen, collected.groups, strict=True):  # in order of uid
                 sizes = [collected.sizes[sample.id] for sample in group.samples]
-                found[place] = _Answer(self._prompts[place], group, sizes, collected.stats)
+                found[place] = PromptAnswer(self._prompts[place], group, sizes, self._origins[place])
         return [found[place] for place in sorted(found)]
 
     def _generate(self, asked: EvalSampling, number: int, chosen: Sequence[int]) -> CollectedRollouts:
@@ -122,7 +143,12 @@ class Evaluation:
             evaluation_sampling(self._config, asked),
         )
 
-    def _keep_examples(self, step: int, answers: Sequence[_Answer]) -> None:
+    def _keep_responses(self, step: int, answers: Sequence[PromptAnswer]) -> None:
+        """Write all responses."""
+        rows = whole_rows(self._controller, self._config, answers)
+        write_responses(responses_file(self._run_dir, step), self.header(step), rows)
+
+    def _keep_examples(self, step: int, answers: Sequence[PromptAnswer]) -> None:
         """Keep the first completions, from prompts without environments."""
         chosen = (answer for answer in answers if self._config.env_of(answer.prompt.domain) is None)
         examples: list[dict[str, Any]] = []
@@ -145,7 +171,7 @@ class Evaluation:
             media.append(prompt.media)
         keep_examples(self._run_dir, step, examples, media)
 
-    def _keep_episodes(self, step: int, answers: Sequence[_Answer]) -> None:
+    def _keep_episodes(self, step: int, answers: Sequence[PromptAnswer]) -> None:
         """Write each domain's first, best and worst validation episodes."""
         played: dict[str, list[DoneSample]] = {}
         for prompt, group, *_ in answers:
@@ -182,8 +208,8 @@ def _worth(sample: DoneSample) -> tuple[float, float]:
     return sample.score, sample.reward
 
 
-def _validation_prompts(config: Config, tokenizer: Any) -> list[Prompt]:
-    """An evaluation's prompts. ValueError if all prompts of data.val are over-long."""
+def _validation_prompts(config: Config, tokenizer: Any) -> tuple[list[Prompt], list[RowOrigin]]:
+    """An evaluation's prompts, and where they are from. ValueError if all prompts of data.val are over-long."""
     source = PromptSource(config.data, "val", tokenizer, config.seed, 1)
     own = {domain: each.num_prompts for domain, each in config.eval.sets.items() if each.num_prompts is not None}
     found = source.head(config.eval.num_prompts, own)
@@ -192,53 +218,7 @@ def _validation_prompts(config: Config, tokenizer: Any) -> list[Prompt]:
             f"data.val: all {len(source)} prompts have more than data.max_prompt_tokens="
             f"{config.data.max_prompt_tokens} tokens; raise it, or set data.overlong_prompts=truncate"
         )
-    return found
-
-
-def _score_stats(prefix: str, answers: Sequence[_Answer]) -> Stats:
-    """An evaluation's scores, lengths and errors, and its environments' metrics; with several domains, scores and
-    lengths also per domain."""
-    shown: list[Stats] = []
-    domains = dict.fromkeys(answer.prompt.domain for answer in answers)
-    for domain in domains if len(domains) > 1 else ():
-        mine = [answer for answer in answers if answer.prompt.domain == domain]
-        shown.append({name.removesuffix("/*"): value for name, value in _of_set(f"{prefix}/{domain}", mine).items()})
-    samples = [sample for answer in answers for sample in answer.group.samples]
-    errors = {f"{prefix}/score_errors": scalar(sum(bool(sample.error) for sample in samples))} if samples else {}
-    every = {id(answer.stats): answer.stats for answer in answers}
-    played = [
-        {f"{prefix}/{name}": stat for name, stat in stats.items() if name.startswith("env/")}
-        for stats in every.values()
-    ]
-    return merge([_of_set(prefix, answers), *shown, *played, errors])
-
-
-def _of_set(prefix: str, answers: Sequence[_Answer]) -> Stats:
-    """Scores of some prompts, lengths, the share of responses that reached the maximum length; if all have equally many
-    responses, the standard error over prompts and, with several responses, pass@k and maj@n."""
-    found = []
-    for answer in answers:
-        for sample, size in zip(answer.group.samples, answer.sizes, strict=True):
-            cut = sample.finish_reason is FinishReason.LENGTH
-            told = {"score/*": sample.score, "response_length/*": size.model, "truncated": cut}
-            found.append({f"{prefix}/{name}": scalar(value) for name, value in told.items()})
-    if not found:
-        return {}
-    prompts = [
-        repeated.PromptScores(
-            [sample.score for sample in group.samples], [sample.extracted for sample in group.samples]
-        )
-        for _, group, *_ in answers
-    ]
-    told = {}
-    [*others, num_samples] = sorted({len(prompt.scores) for prompt in prompts})
-    if not others and len(prompts) > 1:
-        told["score_stderr"] = repeated.average(prompts).stderr
-    if not others and num_samples > 1:
-        told |= {f"pass@{k}": repeated.pass_at(k, prompts).mean for k in repeated.reported_k(num_samples)}
-        if any(answer is not None for prompt in prompts for answer in prompt.extracted):
-            told[f"maj@{num_samples}"] = repeated.majority(prompts).mean
-    return merge(found) | {f"{prefix}/{name}": scalar(value) for name, value in told.items()}
+    return found, source.origins(found)
 
 
 def _short(text: str) -> str:

@@ -10,9 +10,10 @@ from pathlib import Path
 
 from hpcrl.cluster.layout import CONTROLLER, RoleLayout
 from hpcrl.config import Config
-from hpcrl.controller.building import build
+from hpcrl.controller.building import build, build_evaluation
 from hpcrl.controller.checkpoints import CheckpointError, NotSavedError
 from hpcrl.controller.context import Run
+from hpcrl.controller.evaluation_run import EvaluationRun
 from hpcrl.controller.guard import MismatchError, NoProgress, Stopped
 from hpcrl.controller.rank0_run import Rank0Run
 from hpcrl.messaging.background import Background
@@ -62,7 +63,7 @@ def control(
         background=background,
     )
     worker.join()
-    run: Run | Rank0Run | None = None
+    run: Run | Rank0Run | EvaluationRun | None = None
     try:
         pipeline = PIPELINES[config.pipeline]
         if pipeline.rank0_only:
@@ -72,7 +73,11 @@ def control(
                 from hpcrl.engines.tiny import make_tiny_model  # imports models, which takes seconds
 
                 make_tiny_model(config.model.tiny, model_path)
-            run = Run(config, run_dir, build(controller, background, layout, config, run_dir, model_path, attempt))
+            if pipeline.trains:
+                run = Run(config, run_dir, build(controller, background, layout, config, run_dir, model_path, attempt))
+            else:
+                evaluation = build_evaluation(controller, layout, config, run_dir, model_path)
+                run = EvaluationRun(config, run_dir, attempt, world.trace.report_progress, evaluation)
         stop_run = run.stop
         for number in STOPPING:
             signal.signal(number, lambda n, _: stop_run(n))
@@ -94,7 +99,7 @@ def control(
         logger.error("the run ends", exc_info=True)
         if run is not None:
             _tell_hints(run.close(within_s=LAST_WORDS_S))
-        code, message = _explain(error, built=isinstance(run, Run))
+        code, message = _explain(error, built=isinstance(run, Run | EvaluationRun))
         if not (run_dir / OWNERS).is_dir():
             code, message = ExitCode.NOT_SAVED, f"{run_dir} was removed or moved while the run used it: {message}"
         if code is ExitCode.NOT_SAVED and isinstance(run, Run):

@@ -398,11 +398,19 @@ class RowSet:
 
     def domains_in_turn(self) -> np.ndarray:
         """int64 [rows]: the first row of each domain, then the second of each, and so on."""
-        place = np.empty(len(self), dtype=np.int64)  # each row's index within its domain
+        return np.lexsort((self.domains, self.places_in_domains()))
+
+    def places_in_domains(self) -> np.ndarray:
+        """int64 [rows]: each row's index among the rows of its domain."""
+        place = np.empty(len(self), dtype=np.int64)
         for domain in range(len(self.domain_names)):
             mine = np.flatnonzero(self.domains == domain)
             place[mine] = np.arange(len(mine))
-        return np.lexsort((self.domains, place))
+        return place
+
+    def source_of(self, row: int) -> DataSource:
+        """The source with this row."""
+        return self.sources[self._locate(row)[0]]
 
     def fingerprint(self) -> dict[str, str]:
         """Source -> properties that determine its rows and their domains, to check a cursor."""

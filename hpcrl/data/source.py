@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import astuple, dataclass
 from typing import Any, NamedTuple
 
@@ -33,6 +33,13 @@ def epoch_order(seed: int, name: str, epoch: int, num_rows: int, shuffle: bool =
     digest = hashlib.blake2b(f"{seed}/{name}/{epoch}".encode(), digest_size=32).digest()
     # RandomState's streams are frozen; the streams of numpy's Generator may change between versions.
     return np.random.RandomState(np.frombuffer(digest, np.uint32)).permutation(num_rows)
+
+
+class RowOrigin(NamedTuple):
+    """The path of a row's source, as configured, and the row's index among the rows of its domain."""
+
+    path: str
+    place: int
 
 
 class _Encoded(NamedTuple):
@@ -196,6 +203,11 @@ class PromptSource:
             except BadRow as error:  # from a generated source, or its images are gone
                 logger.warning("%s; the row is not evaluated", error)
         return found
+
+    def origins(self, prompts: Iterable[Prompt]) -> list[RowOrigin]:
+        """Where each of these prompts is from."""
+        places = self._rows.places_in_domains()
+        return [RowOrigin(self._rows.source_of(prompt.row).path, int(places[prompt.row])) for prompt in prompts]
 
     def _advance(self, stream: _Stream) -> tuple[int, int]:
         epoch, position = divmod(stream.num_drawn, len(stream.rows))

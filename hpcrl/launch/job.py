@@ -28,6 +28,7 @@ from hpcrl.launch.frozen import described, run_folder
 from hpcrl.launch.plan import describe
 from hpcrl.launch.prepare import prepare
 from hpcrl.launch.render import NOTHING_TO_DO
+from hpcrl.metrics.responses import count_responses
 from hpcrl.run_folder import (
     FINISHED,
     OUTCOME,
@@ -238,8 +239,9 @@ def _count(run_dir: Path, kind: Literal["crashes", "short"], own: tuple[int, int
     committed = committed_step(run_dir)
     jobs = submitted_jobs(run_dir)
     job = own[0] if own is not None else 0
+    stored = count_responses(run_dir) if committed < 0 and not stored_config(run_dir).pipeline_spec.trains else 0
     since = {
-        "checkpoint": step_name(committed) if committed >= 0 else "",
+        "checkpoint": step_name(committed) if committed >= 0 else f"{stored} responses" if stored else "",
         "submission": jobs[0] if job in jobs else job,  # the jobs of a chain count as one submission
     }
     told = read_record(run_dir / RESTARTS, checkpoint=str, crashes=int)

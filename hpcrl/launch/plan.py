@@ -41,7 +41,7 @@ class ShownRows:
 
 def describe(config: Config, layout: RoleLayout, model: ModelFolder | None, run: RunState, shown: ShownRows) -> str:
     """The plan as lines of `label  text`."""
-    trains = config.pipeline_spec.learns
+    loads, trains = not config.pipeline_spec.rank0_only, config.pipeline_spec.trains
     try:
         shape, unknown = with_row_tokens(plan_shape(config, model), shown.image_tokens), ""
     except CannotPlanError as error:
@@ -52,7 +52,7 @@ def describe(config: Config, layout: RoleLayout, model: ModelFolder | None, run:
         *(("", note) for note in described(run.ignored, config.model_dump(mode="json"))),
         ("work", _work(config)),
         *((("debug", _debug(config)),) if config.debug != "none" else ()),
-        *(_inputs(config, layout, model, shape, shown) if trains else ()),
+        *(_inputs(config, layout, model, shape, shown) if loads else ()),
         *(("", f"note: {note}") for note in shown.notes),
         ("ranks", f"{layout.world_size} ({config.layout.name}), {config.cluster.threads_per_rank} thread(s) each"),
         *(("", f"{ranks:<8}{', '.join(roles)}") for ranks, roles in _rank_table(layout)),
@@ -60,15 +60,18 @@ def describe(config: Config, layout: RoleLayout, model: ModelFolder | None, run:
         ("device", device_row(config, layout)),
         *(node_rows(config, layout) if config.cluster.name == "slurm" or config.cluster.components else ()),
     ]
-    if trains:
-        if config.debug == "fake":
-            rows.append(("memory", "not computed: no rank holds the model"))
-        else:
-            rows += _resources(config, layout, shape) if shape is not None else [("memory", unknown)]
+    if loads and config.debug == "fake":
+        rows.append(("memory", "not computed: no rank holds the model"))
+    elif loads:
+        rows += _resources(config, layout, shape) if shape is not None else [("memory", unknown)]
+    if loads and not trains:
+        rows.append(("files", "config.yaml plan.txt validation/ evaluation.json evaluation.html logs/"))
+    elif loads:
         rollouts = "rollouts/ " if config.generates and config.rollout.save_rollouts else ""
         episodes = "episodes/ " if config.envs and config.evaluates else ""
+        responses = "validation/ " if config.evaluates else ""
         exports = "hf/ hf_critic/" if config.uses_critic else "hf/"
-        results = f"tensorboard/ {rollouts}{episodes}checkpoints/ {exports} plot.png logs/"
+        results = f"tensorboard/ {rollouts}{episodes}{responses}checkpoints/ {exports} plot.png logs/"
         rows.append(("files", f"config.yaml plan.txt metrics.jsonl {results}"))
     return "\n".join(f"{name:<8}{text}" for name, text in rows)
 
@@ -79,7 +82,7 @@ def _inputs(
     yield "model", _model(config, model, shape)
     yield from (("", f"note: {note}") for note in (model.notes if model is not None else ()))
     held = model.config.get("dtype", model.config.get("torch_dtype")) if model is not None else None
-    if held == "bfloat16" != config.model.dtype:
+    if held == "bfloat16" != config.model.dtype and config.pipeline_spec.trains:
         text = f"the model's files are in {held}; the model is kept, and exported to hf/, in {config.model.dtype}"
         yield "", f"note: {text} (model.dtype)"
     if model is not None and config.pipeline_spec.learns:
@@ -90,13 +93,13 @@ def _inputs(
     yield from _engines(config)
     if not config.generates and config.learns_from_rewards:
         yield "data", f"train rollouts of {config.load_rollouts}"
-    else:
+    elif config.pipeline_spec.trains:
         yield "data", f"train {_sources(config.data, 'train', shown)}"
-        if config.envs:
-            names = ", ".join(dict.fromkeys(env.name for env in config.envs.values()))
-            yield "", f"environment {names}, episodes of up to {config.max_turns} turns"
+        yield from _environments(config)
     if config.data.val is not None:
-        yield "", f"validation {_sources(config.data, 'val', shown)}"
+        yield "" if config.pipeline_spec.trains else "data", f"validation {_sources(config.data, 'val', shown)}"
+    if not config.pipeline_spec.trains:
+        yield from _environments(config)
     for name, own in config.eval.sets.items() if config.evaluates else ():
         yield "", f"validation of {name}: {_set(own.num_prompts, config.eval.of_domain(name))}"
     yield from shown.examples
@@ -104,12 +107,19 @@ def _inputs(
         yield "", f"note: {path} does not exist; its rows are not checked, and the run cannot start without it"
     if shape is not None and shape.tower is not None:
         yield "images", _images(config, shape, shown)
-    yield "batch", _batch(config, layout)
+    if config.pipeline_spec.trains:
+        yield "batch", _batch(config, layout)
     if layout.replicas:
-        yield "", _generation(config, layout)
+        yield "" if config.pipeline_spec.trains else "batch", _generation(config, layout)
     yield from _served(config, layout)
     if config.generates and config.rollout.max_staleness > 0:
         yield from _asynchrony(config)
+
+
+def _environments(config: Config) -> Iterator[tuple[str, str]]:
+    if config.envs:
+        names = ", ".join(dict.fromkeys(env.name for env in config.envs.values()))
+        yield "", f"environment {names}, episodes of up to {config.max_turns} turns"
 
 
 def _images(config: Config, shape: ModelShape, shown: ShownRows) -> str:
@@ -147,7 +157,8 @@ def plan_shape(config: Config, model: ModelFolder | None) -> ModelShape:
 
 
 def _resources(config: Config, layout: RoleLayout, shape: ModelShape) -> Iterator[tuple[str, str]]:
-    for rows in (trainer_rows, memory_rows, step_rows, update_rows, storage_rows):
+    trains = config.pipeline_spec.trains
+    for rows in (trainer_rows, memory_rows, step_rows, update_rows, storage_rows) if trains else (memory_rows,):
         yield from rows(config, layout, shape)
 
 
@@ -225,8 +236,8 @@ def _ranks(lora: LoRAConfig) -> str:
 def _types(config: Config) -> str:
     """The number types of trainer and generator."""
     held, computed, generated = config.model.dtype, config.trainer.param_dtype, config.generator.dtype
-    if held == computed == generated:
-        return held
+    if held == computed == generated or not config.pipeline_spec.trains:
+        return generated
     return f"trained in {computed}, kept in {held}, generated in {generated}"
 
 

@@ -280,7 +280,7 @@ def _check_sizes(reading: LoadedConfig, config: Config, model: ModelFolder | Non
         shape = with_row_tokens(plan_shape(config, model), image_tokens)
         problems = check_sizes(config, layout, shape)
         reading.add(problems)
-        if not problems and not config.dry_run and config.pipeline_spec.learns:
+        if not problems and not config.dry_run:
             reading.add(list(check_host_memory(config, layout, shape)))
 
 

@@ -29,7 +29,8 @@ def start(argv: Sequence[str], checked: Callable[[Path], None] = lambda run_dir:
         return ExitCode.DONE
     print(text, end="", flush=True)
     if run.kind == "finished":
-        further = "" if config.pipeline_spec.rank0_only else "raise max_steps, or "
+        pipeline = config.pipeline_spec
+        further = "" if pipeline.rank0_only or not pipeline.trains else "raise max_steps, or "
         print(f"\nfinished: {run.finished['reason']}; {further}choose another run_name or resume=fresh")
         return ExitCode.DONE
     if config.cluster.name == "slurm":

@@ -160,6 +160,13 @@ class ReadTexts(Message):
     whole: bool = False
 
 
+class ReadEpisodes(Message):
+    """Answer with a JSON object for each of these held samples: `prompt`, the messages before the model's first turn,
+    `response`, all later ones, and `images`, the digests of the prompt's images in hex."""
+
+    samples: list[int]
+
+
 class ReadLastObservation(Message):
     """Answer with the environment's observation after the last turn of validation samples, as JSON messages, and its
     first pictures in a size for pages; an empty text for each sample that another rank holds."""
@@ -375,6 +382,7 @@ Command = (
     | SavePending
     | LoadPending
     | ReadTexts
+    | ReadEpisodes
     | ReadLastObservation
     | TransferRollouts
     | LoadRows

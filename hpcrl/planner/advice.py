@@ -56,25 +56,29 @@ def _possible(config: Config, shape: ModelShape) -> bool:
 def _changes(config: Config, shape: ModelShape) -> Iterator[Change]:
     """Changes, cheapest first: those that cost time, then precision, then nodes."""
     trainer, generator, layout = config.trainer, config.generator, config.layout
-    own = train_plan(config).changes(config, shape)
-    if layout.offload == "auto":
+    trains = config.pipeline_spec.trains
+    own = train_plan(config).changes(config, shape) if trains else {}
+    if trains and layout.offload == "auto":
         yield ("layout", "offload"), "always"
     half = trainer.max_tokens_per_micro_batch // 2
-    if half >= config.max_row_tokens:
+    if trains and half >= config.max_row_tokens:
         yield ("trainer", "max_tokens_per_micro_batch"), half
     yield from own.get("time", ())
-    if trainer.logits_chunk_tokens > SMALLEST_CHUNK:
+    if trains and trainer.logits_chunk_tokens > SMALLEST_CHUNK:
         yield ("trainer", "logits_chunk_tokens"), SMALLEST_CHUNK
     yield from own.get("recompute", ())
     if generator.max_num_seqs >= 2 * SMALLEST_SLOTS:
         yield ("generator", "max_num_seqs"), generator.max_num_seqs // 2
-    yield ("trainer", "param_dtype"), "bfloat16"
+    if trains:
+        yield ("trainer", "param_dtype"), "bfloat16"
     yield ("generator", "dtype"), "bfloat16"
     if GEN_ENGINES[generator.engine].tensor_parallel:
         yield ("layout", "generator", "tensor_parallel"), 2 * layout.generator.tensor_parallel
     yield from own.get("ranks", ())
     for role, spec in ROLES.items():
         ranks = layout.of(role)
+        if role == "trainer" and not trains:
+            continue
         if spec.holds_model and not spec.forms_replicas and ranks.num_ranks and ranks.colocate_with is None:
             yield ("layout", role, "num_ranks"), 2 * ranks.num_ranks
 

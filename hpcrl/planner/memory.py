@@ -130,6 +130,8 @@ def check_sizes(config: Config, layout: RoleLayout, shape: ModelShape) -> list[P
         text = f"{shape.family} has no experts; set it to false"
         problems.append(Problem(("trainer", "router_replay"), f"trainer.router_replay: {text}", (("model",),)))
     problems += [*check_targets(config, shape), *check_frozen(config, shape)]
+    if not config.pipeline_spec.trains:
+        return problems
     with contextlib.suppress(CannotPlanError):
         problems += train_plan(config).check(config, layout, shape)
         if config.uses_reference and config.reference.path is not None:
@@ -197,7 +199,7 @@ def _summed(
     lent = shares_weights(config, layout)
     if shares:  # weights that the generator also reads are not offloaded
         parts = [moved for p in parts for moved in ([p] if lent and p.name == "weights" else _moves_out(p, on_gpu))]
-    if layout.replicas and not {"trainer", "generator"}.isdisjoint(roles):
+    if layout.replicas and layout.ranks["trainer"] and not {"trainer", "generator"}.isdisjoint(roles):
         parts += rollout_transfer_parts(config, layout, shape, roles)
         if sends_over_nccl(config, layout):
             groups = weight_groups(config, layout)
@@ -265,7 +267,7 @@ def planned_kinds(config: Config, layout: RoleLayout, image_tokens: int | None =
     """The memory of every kind of rank that holds a model; empty if it cannot be planned or no rank holds one.
     `image_tokens` are a row's at most, None if they were not counted."""
     with contextlib.suppress(CannotPlanError, OSError, ValueError):
-        if config.debug != "fake" and config.pipeline_spec.learns:
+        if config.debug != "fake" and not config.pipeline_spec.rank0_only:
             path = config.model.path
             found = json.loads((Path(path) / "config.json").read_text()) if path else config.model.tiny.hf_config()
             return memory(config, layout, with_row_tokens(read_shape(found), image_tokens))

@@ -28,6 +28,9 @@ from hpcrl.run_folder.records import (
 )
 from hpcrl.system.files import write_durably
 
+EVALUATED = "evaluated"
+"""What `hpcrl eval` made of a run before its own run folder began: the keys and the model of a checkpoint."""
+
 
 @dataclass(frozen=True)
 class RunState:
@@ -115,6 +118,7 @@ def _check_place(folder: Path) -> None:
             OWNERS,
             FACTS,
             PLAN,
+            EVALUATED,
             f".{FACTS}.tmp",
             f".{PLAN}.tmp",
             f".{CONFIG}.tmp",

@@ -83,13 +83,16 @@ def _installed(module: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineSpec(Spec):
-    """`make` is called on rank 0 with the run (hpcrl.controller.context.Run, or
-    hpcrl.controller.rank0_run.Rank0Run)."""
+    """`make` is called on rank 0 with the run (hpcrl.controller.context.Run, hpcrl.controller.rank0_run.Rank0Run or
+    hpcrl.controller.evaluation_run.EvaluationRun)."""
 
     learns_from_rewards: bool = True
     """Whether it learns from generated responses and their rewards; otherwise from the answers of its rows."""
     learns: bool = True
     """Whether it changes the weights."""
+    trains: bool = True
+    """Whether it has trainer ranks. Without them it only evaluates: generators load the model's folder themselves,
+    `make` gets a hpcrl.controller.evaluation_run.EvaluationRun, and keys of training are not read."""
     rank0_only: bool = False
     """Whether rank 0 runs it without other ranks, engines, data and steps; it then reads none of their keys."""
     inspect: Callable[[Any, bool], Iterable[Problem]] = _no_files

@@ -21,6 +21,7 @@ PIPELINES = SpecTable(
         "rlvr": "hpcrl.pipelines.rlvr:SPEC",
         "sft": "hpcrl.pipelines.sft:SPEC",
         "agentic": "hpcrl.pipelines.agentic:SPEC",
+        "evaluate": "hpcrl.pipelines.evaluate:SPEC",
         "convert": "hpcrl.pipelines.convert:SPEC",
     },
 )

@@ -27,6 +27,7 @@ COMMANDS = {
     "status": ("hpcrl.commands.status", "show a run's state, step, time left, checkpoints, restarts, errors"),
     "logs": ("hpcrl.commands.logs", "show the messages of all ranks, nodes and attempts of a run, in order of time"),
     "plot": ("hpcrl.metrics.plot", "draw reward and validation accuracy of a run"),
+    "eval": ("hpcrl.launch.evaluation", "evaluate a model or a run's checkpoint: scores, pass@k, a page of responses"),
     "score": ("hpcrl.commands.score", "try a reward on an answer or on a file of rows, without a run"),
     "convert": ("hpcrl.convert.__main__", "convert a checkpoint to a model in HF layout, or an HF model to Megatron"),
     "track": ("hpcrl.commands.track", "upload the metrics of a run to a tracker, from a machine with network access"),

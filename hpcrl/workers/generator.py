@@ -19,6 +19,7 @@ from hpcrl.checkpoint.commit import seal_files
 from hpcrl.data.chat import end_ids
 from hpcrl.data.reasoning import TAIL_TOKENS, TurnTexts
 from hpcrl.engines.gen.generation_engine import GenEngine, PromptRefused, ReplicaRanks, Request, SamplingParams
+from hpcrl.engines.hf_folder import read_safetensors
 from hpcrl.messaging.messages import (
     AbortSamples,
     Admit,
@@ -30,6 +31,7 @@ from hpcrl.messaging.messages import (
     EnvObservation,
     LoadPending,
     PromptPayload,
+    ReadEpisodes,
     ReadTexts,
     Rescore,
     Response,
@@ -75,6 +77,8 @@ class GeneratorRole:
         ranks = ReplicaRanks(replica, replica.index(worker.world.rank), group)
         make = GEN_ENGINES[worker.config.gen_engine].load()
         self.engine: GenEngine = make(worker.config, worker.model_path, worker.tokenizer, ranks)
+        if not worker.config.pipeline_spec.trains:  # no trainer sends weights
+            self.engine.load_weights(read_safetensors(worker.model_path), version=0)
         self._end_ids = end_ids(worker.tokenizer)
         self._shows_images = rewards_with_images(worker.config)  # by domain, to its reward
         self.trainer = OneProcess.of(worker, self.engine)
@@ -94,6 +98,7 @@ class GeneratorRole:
             SavePending: self._save_held,
             LoadPending: self._load_held,
             ReadTexts: self._peek,
+            ReadEpisodes: self._read_episodes,
         }
 
     def poll(self) -> bool:
@@ -344,7 +349,14 @@ class GeneratorRole:
         if command.whole:
             texts = [state.held.text().decode() for state in states]
             return Done(seq, texts=texts, media=[_for_pages(state.shown) for state in states])
-        return Done(seq, texts=[state.held.messages[-1]["content"] for state in states])
+        refused = [state.rollout is None for state in states]  # a prompt that the engine refused has no response
+        texts = [
+            "" if none else state.held.messages[-1]["content"] for none, state in zip(refused, states, strict=True)
+        ]
+        return Done(seq, texts=texts)
+
+    def _read_episodes(self, command: ReadEpisodes, seq: int) -> Done:
+        return Done(seq, texts=[self.samples[sample].as_episode() for sample in command.samples])
 
 
 def _for_pages(pictures: Sequence[Medium]) -> tuple[Medium, ...]:

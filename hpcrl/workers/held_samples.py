@@ -157,6 +157,15 @@ class SampleState:
             del self.shown[len(self.shown) - num_marks([sample.messages.pop()]) :]
         sample.finish_reason = FinishReason.STOP
 
+    def as_episode(self) -> str:
+        """The JSON object of hpcrl.messaging.messages.ReadEpisodes."""
+        messages: list[dict[str, Any]] = json.loads(self.held.text())
+        turns = [place for place, message in enumerate(messages) if message.get("role") == "assistant"]
+        begin = turns[-self.next_turn] if 0 < self.next_turn <= len(turns) else len(messages)
+        pictures = self.shown[: num_marks(self.held.messages[:begin])]
+        images = [picture.digest.hex() for picture in pictures]
+        return json.dumps({"prompt": messages[:begin], "response": messages[begin:], "images": images})
+
     def ended(self, with_text: bool) -> Ended:
         """How the sample's turn ended; `with_text` includes the size of its messages in bytes."""
         sample = self.held

@@ -34,14 +34,14 @@ def _judge_engine(config: Any) -> str:
 
 
 def _generates(config: Any) -> bool:
-    return bool(config.generates or config.evaluates)
+    return bool(config.generates or config.evaluates or not config.pipeline_spec.trains)
 
 
 TRAINER = RoleSpec(
     about="Ranks that train.",
     make="hpcrl.workers.trainer:TrainerRole",
     plan="hpcrl.planner.trainer:trainer_parts",
-    needed=lambda config: True,
+    needed=lambda config: bool(config.pipeline_spec.trains),
     num_ranks=2,
     colocate_with=None,
     holds_model=True,

@@ -20,6 +20,9 @@ def make_run(run: Path) -> None:
     for step in range(1, 7):
         (run / "rollouts" / f"step_{step:06d}").mkdir(parents=True)
         (run / "rollouts" / f"step_{step:06d}" / "rank_00001.h5").write_text(str(step))
+    (run / "validation").mkdir()
+    for name in ("step_000000.jsonl", "step_000004.jsonl", "step_000006.jsonl", ".step_000006.jsonl.tmp", "own.jsonl"):
+        (run / "validation" / name).write_text(name)
     rows = [json.dumps({"step": step}) + "\n" for step in range(7)]
     (run / "metrics.jsonl").write_text("".join(rows) + '{"step": 3, "torn')
 
@@ -39,8 +42,12 @@ def test_everything_past_the_checkpoint_is_set_aside(tmp_path: Path) -> None:
     assert steps_in(tmp_path / "checkpoints") == [2, 4]
     assert [line.split(" moved")[0] for line in moved] == [
         "rollouts of steps 5 to 6",
+        "validation responses of steps 6 to 6",
         "3 lines of metrics.jsonl after step 4",
     ]
+    assert (aside / "validation/step_000006.jsonl").read_text() == "step_000006.jsonl"
+    left = sorted(path.name for path in (tmp_path / "validation").iterdir())
+    assert left == [".step_000006.jsonl.tmp", "own.jsonl", "step_000000.jsonl", "step_000004.jsonl"]
     assert abandon_after(tmp_path, 4, attempt=3) == [] and not (tmp_path / "abandoned/3").exists()
 
 

@@ -11,34 +11,12 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from hpcrl.controller.evaluation import Evaluation, _Answer, _folder_name, _score_stats
+from hpcrl.controller.evaluation import Evaluation, _folder_name
 from hpcrl.controller.examples import keep_examples
-from hpcrl.rollout.scheduling.events import DoneSample, Group
-from hpcrl.rollout.types import MAX_VALIDATION_ROWS, FinishReason, Prompt, Sizes, make_sample_id, validation_uid
+from hpcrl.rollout.types import MAX_VALIDATION_ROWS, make_sample_id, validation_uid
 from hpcrl.spec.media import IMAGE, Medium
 
 pytestmark = pytest.mark.usefixtures("console")
-
-
-def test_failed_rewards_are_reported_with_the_score() -> None:
-    """They score 0, which may be the fault of the model or of the reward."""
-    scored = [(1.0, ""), (0.0, ""), (0.0, "the reward function raised KeyError")]
-    uids = [validation_uid(4, row) for row in range(len(scored))]
-    samples = [
-        DoneSample(make_sample_id(uid, 0, 0), 1, 5, FinishReason.STOP, score, score, error)
-        for uid, (score, error) in zip(uids, scored, strict=True)
-    ]
-    groups = [Group(uid, 0, 0, (sample,)) for uid, sample in zip(uids, samples, strict=True)]
-
-    def answers(domains: str) -> list[_Answer]:
-        prompts = [Prompt(uid, domain, 0, 0, (), "") for uid, domain in zip(uids, domains, strict=True)]
-        return [_Answer(prompt, group, [Sizes(9, 5)], {}) for prompt, group in zip(prompts, groups, strict=True)]
-
-    stats = _score_stats("val", answers("aaa"))
-    assert (stats["val/score/*"].total, stats["val/score/*"].count) == (1.0, 3)
-    assert stats["val/score_errors"].total == 1 and "val/a/score" not in stats
-    stats = _score_stats("val", answers("aba"))
-    assert [(stats[f"val/{name}/score"].total, stats[f"val/{name}/score"].count) for name in "ab"] == [(1, 2), (0, 1)]
 
 
 def test_every_evaluation_gives_validation_prompts_different_uids() -> None:

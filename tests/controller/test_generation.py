@@ -18,7 +18,9 @@ from hpcrl.controller.evaluation import Evaluation
 from hpcrl.controller.generation import evaluation_sampling, replica_capacity, training_sampling
 from hpcrl.controller.rollouts import Rollouts
 from hpcrl.data import PromptSource
+from hpcrl.data.identity import prompt_id
 from hpcrl.messaging.messages import Admit
+from hpcrl.metrics.responses import read_responses, response_stats
 from hpcrl.metrics.stats import flatten
 from hpcrl.rollout.loop import RolloutLoop
 from hpcrl.rollout.store import RolloutReader
@@ -119,6 +121,28 @@ def test_a_set_has_its_own_prompts_responses_and_temperature(tmp_path: Path) -> 
     assert stats["val/a/score_stderr"] == stats["val/b/score_stderr"] == 0 and "val/score_stderr" not in stats
     assert not [name for name in stats if name.startswith(("val/a/pass", "val/pass", "val/maj", "val/sampled/b"))]
     assert stats["val/sampled/score/mean"] == 1 and stats["val/truncated"] == 0
+    head, written = read_responses(tmp_path / "validation" / "step_000005.jsonl")
+    sets = {"a": {"temperature": 0.0, "samples": 1, "max_new_tokens": 256, "path": str(path)}}
+    sets["b"] = {"temperature": 0.5, "samples": 4, "max_new_tokens": 7, "path": str(path)}
+    assert head == {"format": 1, "model": "tiny", "step": 5, "sets": sets}
+    kept = [(row["set"], row["row"], row["sample"], row["score"], row["answer"]) for row in written]
+    of_b = [(1.0, "right"), (1.0, "right"), (0.0, "wrong"), (0.0, None)]
+    assert kept[:2] == [("a", 0, 0, 1.0, "a"), ("b", 0, 0, 1.0, "right")], "as many as in val/score, none twice"
+    assert kept[-4:] == [("b", 2, k, *told) for k, told in enumerate(of_b)] and len(kept) == 2 + 3 * 4
+    assert [row["greedy"] for row in written if row["set"] == "a"] == [True, True]
+    assert written[0]["prompt"] == [{"role": "user", "content": "row 0"}] and written[0]["response"].startswith("text ")
+    assert {row["prompt_id"] for row in written[1:5]} == {prompt_id(written[1]["prompt"])}
+    told = flatten(response_stats("val", written))
+    assert told == {name: stats[name] for name in told} and "val/b/maj@4" in told, "the file has all there is to know"
+
+
+def test_a_file_of_responses_that_cannot_be_written_costs_the_file_only(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "validation").write_text("a file")
+    stats = make_evaluation(configure(tmp_path, eval={"num_examples": 0}), Ranks(), tmp_path).scores(5)
+    assert stats["val/score/*"].count == NUM_ROWS
+    assert "the file of validation responses could not be made: FileExistsError" in caplog.text
 
 
 def test_the_rewards_of_filtered_groups_are_recorded(tmp_path: Path) -> None:

@@ -72,6 +72,7 @@ COMMANDS: list[Any] = [
     m.EndEpisodes(2),
     m.DropSamples([]),
     m.ReadTexts([2**62]),
+    m.ReadEpisodes([2**62]),
     m.ReadLastObservation([2**62]),
     m.TransferRollouts(3, "fabric", [MOVE], ["token_ids"], {"rewards": b"\0" * 8, "scores": b"\xff" * 8}, True),
     m.LoadRows(1, [0, 1]),

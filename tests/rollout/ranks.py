@@ -54,7 +54,12 @@ class Ranks:
         return events
 
     def call(self, commands: Mapping[int, m.Command]) -> dict[int, m.Done]:
-        return {rank: m.Done(self.send(rank, command)) for rank, command in commands.items()}
+        texts = {
+            rank: [f"text {sample}" for sample in command.samples]
+            for rank, command in commands.items()
+            if isinstance(command, m.ReadTexts)
+        }
+        return {rank: m.Done(self.send(rank, command), texts=texts.get(rank, [])) for rank, command in commands.items()}
 
     def drop_ranks(self, ranks: Sequence[int], cause: str) -> None:
         self.lost |= set(ranks)

@@ -170,6 +170,29 @@ def test_a_turns_text_includes_reasoning_begun_in_the_prompt(stage: Stage, role:
     assert text == f"<think>\n{written}" == turn.messages[-1]["content"] and not other.startswith("<think>")
 
 
+def test_an_episode_is_read_as_prompt_and_response(stage: Stage, role: GeneratorRole) -> None:
+    """An example in the prompt is no turn of the model; a refused prompt has no response."""
+    carry_out(role, m.DecodeChunk(8, [2], [1]))
+    good, refused = SAMPLES[0], SAMPLES[-1]
+    said = [{"role": "user", "content": "again"}]
+    observation = m.EnvObservation(good, np.array([9, 9], dtype=np.int32).tobytes(), json.dumps(said).encode())
+    stage.send(1, 2, [observation])
+    carry_out(role, m.Admit([], [(good, 3)], SAMPLING))
+    carry_out(role, m.DecodeChunk(8, [2], [1]))
+    example = [{"role": "user", "content": "a" + IMAGE_MARK}, {"role": "assistant", "content": "b"}]
+    held = role.samples[good].held
+    held.messages[:0] = example
+    role.samples[good].shown = [Medium("image", bytes([n] * 3), 1, 1) for n in range(2)]
+    texts = role.handlers()[m.ReadEpisodes](m.ReadEpisodes([good, refused]), 1).texts
+    read, none = map(json.loads, texts)
+    assert read["prompt"] == [{"role": "user", "content": "a<image>"}, example[1], *QUESTION]
+    assert [message["role"] for message in read["response"]] == ["assistant", "user", "assistant"]
+    assert read["response"][1] == said[0] and read["images"] == [role.samples[good].shown[0].digest.hex()]
+    assert none == {"prompt": QUESTION, "response": [], "images": []}
+    admit(role, {9: ("plain", [5, 10**6])}, [lost := make_sample_id(9, 0, 0)])
+    assert role.handlers()[m.ReadTexts](m.ReadTexts([lost]), 1).texts == [""]
+
+
 def test_a_field_of_the_engine_is_kept_and_read_back(
     stage: Stage, role: GeneratorRole, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -97,7 +97,7 @@ def validate_rewards(config: Config, rows: Mapping[Split, RowSet]) -> list[str]:
             problem = _check_parts(section)
         if problem:
             problems.append(f"reward.{name}: {problem}")
-    if config.learns_from_rewards:
+    if config.learns_from_rewards or not config.pipeline_spec.trains:
         problems += _check_domains(config, Router(config), rows)
     return problems
 
@@ -169,10 +169,11 @@ def _check_names(config: Config, rows: Mapping[Split, RowSet]) -> list[str]:
     problems = []
     for domains in _all_domains(config, rows):
         otherwise = "reward.default is that of all domains without their own"
-        wrong = [name for name in config.reward if name in _unused(config, rows)]
+        trains = config.pipeline_spec.trains  # else the sections may be those of a run with more domains
+        wrong = [name for name in config.reward if name in _unused(config, rows)] if trains else []
         problems += [f"reward.{name}: {_no_row_of(name, domains, 'reward', otherwise)}" for name in wrong]
         key, otherwise = "rollout.domains", "the keys of rollout are for all"
-        wrong = [name for name in config.rollout.domains if name not in domains]
+        wrong = [name for name in config.rollout.domains if name not in domains] if trains else []
         problems += [f"{key}.{name}: {_no_row_of(name, domains, key, otherwise)}" for name in wrong]
     if config.evaluates and "val" in rows:
         domains, key = rows["val"].domain_names, "eval.sets"

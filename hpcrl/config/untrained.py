@@ -1,0 +1,93 @@
+"""Runs without trainer ranks (PipelineSpec.trains): their layout, and the sections that they have no use for."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from hpcrl.config.rollout import DomainRolloutConfig, RolloutConfig
+from hpcrl.spec.problems import Path, Problem
+from hpcrl.spec.table import SpecError
+from hpcrl.spec.tables import PIPELINES, ROLES
+
+SECTIONS = ("algorithm", "trainer", "reference", "critic")
+"""Sections that have their defaults in such a run."""
+OTHERS = (
+    ("max_steps",),
+    ("save_every",),
+    ("eval_every",),
+    ("keep_checkpoints",),
+    ("check_weights",),
+    ("model", "dtype"),
+    ("model", "mtp"),
+    ("data", "train"),
+    ("data", "shuffle"),
+    ("data", "domain_interleave_probs"),
+    ("eval", "num_examples"),
+    ("layout", "offload"),
+    ("trackers",),
+    ("tracking",),
+)
+READ = ("max_new_tokens", "temperature", "top_p", "top_k", "min_p", "stop", "domains", "min_replicas")
+"""The keys of rollout that evaluation reads."""
+
+
+def as_untrained(data: dict[str, Any]) -> dict[str, Any]:
+    """The unchecked values of a run without trainer ranks: without data.train and SECTIONS. A generator that would
+    share the trainer's ranks gets them, and roles that would share them share the generator's. Values of other runs
+    are unchanged."""
+    if not _is_untrained(data.get("pipeline")):
+        return data
+    data = {name: value for name, value in data.items() if name not in SECTIONS}
+    given = data.get("data", {})
+    if isinstance(given, Mapping):
+        data["data"] = {**given, "train": None}
+    layout = data.get("layout", {})
+    if isinstance(layout, Mapping):
+        data["layout"] = _without_trainer(layout)
+    return data
+
+
+def _is_untrained(pipeline: Any) -> bool:
+    if isinstance(pipeline, str):
+        with contextlib.suppress(SpecError):  # reported as an unknown pipeline
+            return not PIPELINES[pipeline].trains
+    return False
+
+
+def _without_trainer(layout: Mapping[str, Any]) -> dict[str, Any]:
+    changed = dict(layout)
+    trainer = layout.get("trainer", {})
+    for name, role in ROLES.items():
+        own = layout.get(name, {})
+        if name == "trainer" or not isinstance(own, Mapping):
+            continue
+        if own.get("colocate_with", role.colocate_with) != "trainer":
+            continue
+        if name == "generator" and isinstance(trainer, Mapping):
+            default = ROLES["trainer"]
+            count = own.get("num_ranks", role.num_ranks) or trainer.get("num_ranks", default.num_ranks)
+            place = {"num_ranks": count, "colocate_with": trainer.get("colocate_with", default.colocate_with)}
+        else:
+            place = {"colocate_with": "generator"}
+        changed[name] = {**own, **place}
+    return changed
+
+
+def unread_without_trainer(config: Any) -> Iterator[tuple[Path, Path, str]]:
+    """(prefix of unread keys, key whose value is the cause, reason) in such a run."""
+    filters = [key for key in DomainRolloutConfig.model_fields if key not in READ]
+    paths: list[Path] = [*((section,) for section in SECTIONS), *OTHERS]
+    paths += [("rollout", key) for key in RolloutConfig.model_fields if key not in READ]
+    paths += [("rollout", "domains", name, key) for name in config.rollout.domains for key in filters]
+    for path in paths:
+        yield path, ("pipeline",), f"the {config.pipeline} pipeline only evaluates"
+
+
+def check_training_data(config: Any) -> Iterator[Problem]:
+    """Refuses data.train=null in a run that trains."""
+    spec = config.pipeline_spec
+    if config.data.train is None and spec.trains and not spec.rank0_only:
+        text = f"null, but the {config.pipeline} pipeline draws rows from it; give files or a generated source"
+        yield Problem(("data", "train"), f"data.train: {text}", (("pipeline",),))
