@@ -72,6 +72,14 @@ def test_a_wrong_key_is_refused_by_plan_and_train_alike(place: Path) -> None:
     assert "\n" not in str(started.value) and not (place / "runs").exists()
 
 
+def test_an_evaluation_of_nothing_is_refused(place: Path) -> None:
+    with pytest.raises(hpcrl.RunFailed, match="nowhere/model/x: no such folder") as error:
+        hpcrl.evaluate("nowhere/model/x", data={"val": "task:sort_digits"})
+    assert error.value.exit_code == 2
+    with pytest.raises(ValueError, match=r"dry_run: .*; hpcrl\.evaluate starts it"):
+        hpcrl.evaluate("runs/x", dry_run=True)
+
+
 @pytest.mark.parametrize("call", ["plan", "train"])
 def test_a_file_that_calls_hpcrl_when_a_run_imports_it_is_refused_once(place: Path, call: str) -> None:
     given = {**KEYS, "reward": "looping.py:score"}
