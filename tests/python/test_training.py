@@ -97,6 +97,7 @@ def test_a_dry_run_is_for_plan(place: Path, word: str) -> None:
         hpcrl.train(word, **KEYS)
 
 
+@pytest.mark.slow
 def test_a_job_is_submitted_once_and_can_be_stopped(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
