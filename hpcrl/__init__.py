@@ -1,6 +1,6 @@
 """hpcrl: reinforcement learning for large language models as a Slurm batch toolkit on torch.distributed.
 
-From Python (docs/python.md): hpcrl.plan, hpcrl.train, hpcrl.Run, hpcrl.Generator. Each is imported on access, so
+From Python (docs/python.md): hpcrl.plan, train, evaluate, Run and Generator. Each is imported on access, so
 `import hpcrl` costs nothing.
 """
 
@@ -11,9 +11,9 @@ if TYPE_CHECKING:
     from hpcrl.python.handle import RunHandle as Run
     from hpcrl.python.planning import Plan, plan
     from hpcrl.python.prompting import GeneratedResponse, Generator
-    from hpcrl.python.training import train
+    from hpcrl.python.training import evaluate, train
 
-__all__ = ["GeneratedResponse", "Generator", "Plan", "Run", "RunFailed", "plan", "train"]
+__all__ = ["GeneratedResponse", "Generator", "Plan", "Run", "RunFailed", "evaluate", "plan", "train"]
 
 __version__: str
 """The installed package's version, from pyproject.toml; read on access."""
@@ -25,6 +25,7 @@ if not TYPE_CHECKING:  # else mypy would accept every name as an attribute
         "Plan": ("planning", "Plan"),
         "Run": ("handle", "RunHandle"),
         "RunFailed": ("failure", "RunFailed"),
+        "evaluate": ("training", "evaluate"),
         "plan": ("planning", "plan"),
         "train": ("training", "train"),
     }

@@ -85,6 +85,7 @@ def from_python(words: Sequence[str]) -> None:
     reveal_type(run.checkpoints()[0].valid)
     reveal_type(run.hf)
     reveal_type(run.wait(timeout_s=3.0).stop())
+    reveal_type(hpcrl.evaluate(run, "eval.samples=4", step=3))
     plan = hpcrl.plan("+experiment=demo", env={"default": "guess"})
     reveal_type(plan.memory_bytes)
     reveal_type(plan.kind)

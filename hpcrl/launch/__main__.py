@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import errno
 import sys
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 from hpcrl.cluster import slurm
 from hpcrl.config import ConfigError
@@ -16,8 +15,8 @@ from hpcrl.system.cli import in_shell, show, use_utf8
 from hpcrl.system.exit_codes import ExitCode
 
 
-def main(argv: Sequence[str], checked: Callable[[Path], None] = lambda run_dir: None) -> int:
-    """Run the command line; returns the exit code (hpcrl/system/exit_codes.py). `checked` is as for start()."""
+def main(argv: Sequence[str]) -> int:
+    """Run the command line; returns the exit code (hpcrl/system/exit_codes.py)."""
     try:
         if help_at := [i for i, word in enumerate(argv) if word in ("-h", "--help")]:
             topic = argv[help_at[0] + 1 :]
@@ -27,7 +26,7 @@ def main(argv: Sequence[str], checked: Callable[[Path], None] = lambda run_dir: 
             from hpcrl.launch.sweep import sweep
 
             return sweep([word for word in argv if word not in ("-m", "--multirun")])
-        return start(argv, checked)
+        return start(argv)
     except ConfigError as error:
         print(in_shell("\n".join(error.problems)), file=sys.stderr)
         return ExitCode.BAD_INPUT

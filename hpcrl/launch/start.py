@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from pathlib import Path
 
 from hpcrl.config.abilities import check_installed
@@ -14,12 +15,14 @@ from hpcrl.run_folder import SLURM
 from hpcrl.system.cli import in_shell, show
 from hpcrl.system.exit_codes import ExitCode
 
+on_checked = ContextVar[Callable[[Path], None]]("on_checked", default=lambda run_dir: None)
+"""What start() calls with the run folder when no check has failed."""
 
-def start(argv: Sequence[str], checked: Callable[[Path], None] = lambda run_dir: None) -> int:
-    """Check the run, print its plan and, unless it is finished, run it to its end; returns the exit code. `checked` is
-    called with the run folder when no check has failed."""
+
+def start(argv: Sequence[str]) -> int:
+    """Check the run, print its plan and, unless it is finished, run it to its end; returns the exit code."""
     config, layout, model, run, shown = prepare(argv)
-    checked(run.run_dir)
+    on_checked.get()(run.run_dir)
     plan = describe(config, layout, model, run, shown)
     text = "".join([plan, "\n", *environment_notes(config, layout)])
     if config.dry_run:

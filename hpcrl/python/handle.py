@@ -19,7 +19,9 @@ from hpcrl.cluster import slurm
 from hpcrl.commands.status import RunFolder, describe, find_job, find_run, last_error, state
 from hpcrl.config import ConfigError
 from hpcrl.launch.frozen import SUBMITTED_CONFIG
+from hpcrl.metrics.evaluated import SUMMARY
 from hpcrl.metrics.log import read_metrics
+from hpcrl.metrics.responses import FOLDER, read_responses
 from hpcrl.python.failure import RunFailed
 from hpcrl.python.series import MetricArrays
 from hpcrl.run_folder import (
@@ -168,16 +170,26 @@ class RunHandle:
     def validation(self, step: int | None = None) -> list[dict[str, Any]]:
         """The responses of a validation, of the newest by default: dicts with set, prompt, response, score, rewards and
         more. Empty if the run has written none. ValueError if the given step has none."""
-        folder = self.path / "validation"
+        folder = self.path / FOLDER
         files = {int(found[1]): path for path in folder.glob("*.jsonl") if (found := RESPONSES.fullmatch(path.name))}
         if step is not None and step not in files:
             known = ", ".join(map(str, sorted(files))) or "none"
             raise ValueError(f"{folder} has no responses of step {step}; it has {known}")
         if not files:
             return []
-        lines = files[max(files) if step is None else step].read_bytes().split(b"\n")
-        rows = [row for line in lines[:-1] if isinstance(row := _parsed(line), dict)]
-        return [row for row in rows if "format" not in row]
+        return read_responses(files[max(files) if step is None else step])[1]
+
+    @property
+    def evaluation(self) -> dict[str, Any]:
+        """Of a run that only evaluates: evaluation.json, with `metrics`, and with scores and settings by set in `sets`.
+        Empty before its end. ValueError if it is damaged."""
+        file = self.path / SUMMARY
+        if not file.is_file():
+            return {}
+        try:
+            return dict(json.loads(file.read_bytes()))
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{file} cannot be read: {error}") from error
 
     def wait(self, timeout_s: float | None = None, poll_s: float = 2.0) -> RunHandle:
         """Wait until the run is finished, over requeues and links of a chain; returns the run. RunFailed if it has
@@ -234,10 +246,3 @@ def _is_run(folder: Path) -> bool:
     return any((folder / name).exists() for name in (CONFIG, SUBMITTED, OWNERS, FACTS, PLAN)) or not any(
         folder.iterdir()
     )
-
-
-def _parsed(line: bytes) -> object:
-    try:
-        return json.loads(line)
-    except (ValueError, RecursionError):
-        return None

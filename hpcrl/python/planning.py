@@ -22,6 +22,7 @@ from hpcrl.planner.image_memory import with_row_tokens
 from hpcrl.planner.memory import memory
 from hpcrl.planner.trainer import checkpoint_bytes, critic_checkpoint_bytes
 from hpcrl.python.arguments import Given, arguments_of
+from hpcrl.python.nesting import check_outside, inside
 
 
 @dataclass(frozen=True)
@@ -69,10 +70,11 @@ def plan(
 ) -> Plan:
     """The plan of the run that hpcrl.train would start with these arguments. Starts and writes nothing; files of parts
     are run, as in a start. ValueError if a value cannot be given, ConfigError, a ValueError, with all problems."""
+    check_outside("hpcrl.plan")
     parts = {name: value for name, value in (("reward", reward), ("env", env)) if value is not None}
     arguments = arguments_of(words, {**keys, **parts})
     arguments = [word for word in arguments if not word.lstrip("+").startswith("dry_run=")]
-    with _same_modules():
+    with inside(), _same_modules():
         config, layout, model, run, shown = prepare([*arguments, "dry_run=true"])
         text = "".join([describe(config, layout, model, run, shown), "\n", *environment_notes(config, layout)])
         refusals = [problem.text for problem in check_installed(config)]

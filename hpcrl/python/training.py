@@ -1,29 +1,14 @@
-"""hpcrl.train: a run as the command starts it, from a script or a notebook."""
+"""hpcrl.train and hpcrl.evaluate: runs as the commands start them, from a script or a notebook."""
 
 from __future__ import annotations
 
-import codecs
-import contextlib
 import os
-import selectors
-import signal
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import TextIO
 
 from hpcrl.python.arguments import Given, arguments_of
-from hpcrl.python.failure import RunFailed
+from hpcrl.python.command_process import CommandProcess
 from hpcrl.python.handle import RunHandle
-from hpcrl.system.exit_codes import ExitCode
-from hpcrl.system.log import message_of
-
-INSIDE = "HPCRL_STARTED_BY_TRAIN"
-"""Environment variable of all processes of a run that train() has started."""
-POLL_S = 0.2
-READ_BYTES = 1 << 16
-KEPT_LINES = 100
+from hpcrl.python.nesting import check_outside
 
 
 def train(
@@ -50,111 +35,46 @@ def train(
     ValueError if a value or a part cannot be given; RunFailed, with exit code 2 if nothing was started. Processes of
     the run import the files of parts, so a script calls this below `if __name__ == "__main__":`.
     """
-    if os.environ.get(INSIDE):
-        raise RuntimeError(
-            "hpcrl.train is called in a process of a run that hpcrl.train has started: a file with a reward or an "
-            'environment calls it below if __name__ == "__main__":'
-        )
+    check_outside("hpcrl.train")
+    arguments = _arguments("hpcrl.train starts it", words, reward, env, keys)
+    return RunHandle(CommandProcess("launch", arguments).wait())
+
+
+def evaluate(
+    model: str | os.PathLike[str] | RunHandle,
+    *words: str,
+    step: int | None = None,
+    reward: Given | Mapping[str, object] | None = None,
+    env: Given | Mapping[str, object] | None = None,
+    **keys: object,
+) -> RunHandle:
+    """Evaluate a model, or a run's model, as `hpcrl eval` does with these words and keys, and return the evaluation,
+    which is a run of its own: `evaluation` has its scores, `validation()` its responses.
+
+    Args:
+        model: A folder in HF layout, a hub name in the local cache, or a run, whose data, rewards and sampling are
+            used.
+        step: Of a run: the checkpoint of this step; None: the final model.
+
+    Other arguments, printing, interrupts and errors are as for hpcrl.train. The same call again continues the
+    evaluation, or returns a finished one.
+    """
+    check_outside("hpcrl.evaluate")
+    arguments = _arguments("hpcrl.evaluate starts it", words, reward, env, keys)
+    given = os.fspath(model.path if isinstance(model, RunHandle) else model)
+    at = [] if step is None else ["--step", str(step)]
+    return RunHandle(CommandProcess("eval", [given, *at, *arguments]).wait())
+
+
+def _arguments(
+    starts: str,
+    words: Sequence[str],
+    reward: Given | Mapping[str, object] | None,
+    env: Given | Mapping[str, object] | None,
+    keys: Mapping[str, object],
+) -> list[str]:
     parts = {name: value for name, value in (("reward", reward), ("env", env)) if value is not None}
     arguments = arguments_of(words, {**keys, **parts})
     if any(word.lstrip("+").lower() == "dry_run=true" for word in arguments):
-        raise ValueError("dry_run: hpcrl.plan returns the plan of a run; hpcrl.train starts it")
-    return RunHandle(_Launch(arguments).wait())
-
-
-class _Launch:
-    """The launch's process, whose output is shown as it comes. All its standard error is held back until the checks
-    are over, since the exception has it."""
-
-    def __init__(self, arguments: Sequence[str]):
-        pipes = [os.pipe() for _ in range(3)]
-        self._told, self._out, self._err = (reads for reads, _ in pipes)
-        tells, out, err = (writes for _, writes in pipes)
-        command = [sys.executable, "-m", "hpcrl.python.child", str(tells), str(os.getpid()), *arguments]
-        try:
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=err,
-                # With the read ends, its last messages have a reader even if this process is killed.
-                pass_fds=[tells, self._out, self._err],
-                start_new_session=True,  # a terminal's Ctrl-C would reach it twice
-                env={**os.environ, INSIDE: "1"},
-            )
-        except BaseException:
-            self._close()
-            raise
-        finally:
-            for writes in (tells, out, err):
-                os.close(writes)
-        self._decoders = {fd: codecs.getincrementaldecoder("utf-8")("replace") for fd in (self._out, self._err)}
-        self._run_dir = b""
-        self._checked = False
-        self._errors = ""
-        self._interrupted = False
-
-    def wait(self) -> Path:
-        """The run folder, when the launch has ended; RunFailed, or KeyboardInterrupt if one has stopped the run."""
-        try:
-            self._read()
-            code = self._process.wait()
-        finally:
-            if self._process.poll() is None:  # an error of this process, such as a closed standard output
-                self._process.send_signal(signal.SIGTERM)
-                self._process.wait()
-            self._close()
-        if code == ExitCode.DONE:
-            return Path(os.fsdecode(self._run_dir))
-        if self._interrupted:
-            raise KeyboardInterrupt
-        lines = [message_of(line) for line in self._errors.splitlines() if line.strip()]
-        if code != ExitCode.BAD_INPUT:
-            lines = lines[-1:]
-        raise RunFailed(lines or [f"the run ended with code {code}"], code)
-
-    def _close(self) -> None:
-        for reads in (self._told, self._out, self._err):
-            os.close(reads)
-
-    def _read(self) -> None:
-        """Show all output until the process has ended."""
-        with selectors.DefaultSelector() as selector:
-            for descriptor in (self._out, self._err, self._told):
-                selector.register(descriptor, selectors.EVENT_READ)
-            while selector.get_map():
-                try:
-                    ready = selector.select(POLL_S)
-                    if not ready and self._process.poll() is not None:
-                        return  # a process that outlives the run may keep its output open
-                    for key, _ in ready:
-                        if not self._take(key.fd):
-                            selector.unregister(key.fd)
-                except KeyboardInterrupt:
-                    self._interrupted = True
-                    with contextlib.suppress(ProcessLookupError):
-                        self._process.send_signal(signal.SIGINT)
-
-    def _take(self, descriptor: int) -> bool:
-        """Read what has come; False at the end."""
-        data = os.read(descriptor, READ_BYTES)
-        if descriptor == self._told:
-            self._run_dir += data
-            if not data and self._run_dir and not self._checked:
-                self._checked = True
-                _write(sys.stderr, self._errors)
-            return bool(data)
-        text = self._decoders[descriptor].decode(data, final=not data)
-        if descriptor == self._out:
-            _write(sys.stdout, text)
-        else:
-            self._errors = "".join((self._errors + text).splitlines(keepends=True)[-KEPT_LINES:])
-            if self._checked:
-                _write(sys.stderr, text)
-        return bool(data)
-
-
-def _write(stream: TextIO, text: str) -> None:
-    if text:
-        stream.write(text)
-        stream.flush()
+        raise ValueError(f"dry_run: hpcrl.plan returns the plan of a run; {starts}")
+    return arguments

@@ -67,7 +67,8 @@ def python(place: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=place, capture_output=True, text=True, timeout=100, check=False)
 
 
-def test_a_script_trains_with_its_reward_reads_it_back_and_returns_at_once_the_second_time(place: Path) -> None:
+@pytest.mark.timeout(300)
+def test_a_script_trains_with_its_reward_reads_it_back_evaluates_and_returns_at_once_again(place: Path) -> None:
     done = python(place, "train.py")
     assert done.returncode == 0, done.stderr
     assert "step 2/2  reward" in done.stdout and done.stdout.endswith(f"hpcrl.Run('{place}/runs/mine')\n")
@@ -82,6 +83,16 @@ def test_a_script_trains_with_its_reward_reads_it_back_and_returns_at_once_the_s
     again = python(place, "train.py")
     assert "finished: trained 2 steps" in again.stdout and again.returncode == 0, again.stderr
     assert len(list((run.path / "owners").iterdir())) == 1, "no second attempt"
+    call = "hpcrl.evaluate(hpcrl.Run('mine'), 'eval.num_prompts=6', eval={'temperature': 0.5, 'num_prompts': 9})"
+    done = python(place, "-c", f"import hpcrl\nprint(repr({call}))")
+    beside = f"{run.path}_eval_step_000002"
+    assert done.returncode == 0 and done.stdout.endswith(f"hpcrl.Run({beside!r})\n"), done.stderr
+    evaluated = hpcrl.Run(beside)
+    rows = evaluated.validation()
+    assert len(rows) == 6 and all(row["score"] == pytest.approx(len(row["response"]) / 10) for row in rows)
+    mean = np.mean([row["score"] for row in rows])
+    assert evaluated.evaluation["metrics"]["val/score/mean"] == pytest.approx(mean)
+    assert run.evaluation == {} and evaluated.state == "finished"
 
 
 FAKE = ("debug=fake", "max_steps=100000", "save_every=1000", "rollout.save_rollouts=false", "fake.train_s=0.01")

@@ -12,7 +12,7 @@ import pytest
 import hpcrl
 from hpcrl.config import ConfigError
 from hpcrl.launch.__main__ import main
-from hpcrl.python.training import INSIDE
+from hpcrl.python.nesting import INSIDE
 from tests import in_process
 from tests.conftest import ROOT
 from tests.launch.test_submission import make_slurm
@@ -72,10 +72,23 @@ def test_a_wrong_key_is_refused_by_plan_and_train_alike(place: Path) -> None:
     assert "\n" not in str(started.value) and not (place / "runs").exists()
 
 
-def test_train_is_refused_inside_a_run(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(INSIDE, "1")
-    with pytest.raises(RuntimeError, match='calls it below if __name__ == "__main__":'):
-        hpcrl.train(**KEYS)
+def test_an_evaluation_of_nothing_is_refused(place: Path) -> None:
+    with pytest.raises(hpcrl.RunFailed, match="nowhere/model/x: no such folder") as error:
+        hpcrl.evaluate("nowhere/model/x", data={"val": "task:sort_digits"})
+    assert error.value.exit_code == 2
+    with pytest.raises(ValueError, match=r"dry_run: .*; hpcrl\.evaluate starts it"):
+        hpcrl.evaluate("runs/x", dry_run=True)
+
+
+@pytest.mark.parametrize("call", ["plan", "train"])
+def test_a_file_that_calls_hpcrl_when_a_run_imports_it_is_refused_once(place: Path, call: str) -> None:
+    given = {**KEYS, "reward": "looping.py:score"}
+    (place / "looping.py").write_text(f"{REWARD}import hpcrl\nhpcrl.{call}(**{given!r})\n")
+    with pytest.raises((ConfigError, hpcrl.RunFailed)) as error:
+        getattr(hpcrl, call)(**given)
+    (line,) = str(error.value).splitlines()
+    assert f"hpcrl.{call} is called by a file that a run of hpcrl imports" in line and line.startswith("reward.default")
+    assert INSIDE not in os.environ and not (place / "runs").exists()
 
 
 @pytest.mark.parametrize("word", ["dry_run=true", "++dry_run=True"])
@@ -84,6 +97,7 @@ def test_a_dry_run_is_for_plan(place: Path, word: str) -> None:
         hpcrl.train(word, **KEYS)
 
 
+@pytest.mark.slow
 def test_a_job_is_submitted_once_and_can_be_stopped(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
