@@ -13,7 +13,7 @@ from typing import Any
 
 from hpcrl.metrics import repeated
 from hpcrl.metrics.stats import Stats, merge, scalar
-from hpcrl.system.files import step_name, write_durably
+from hpcrl.system.files import STEP_NAME, step_name, write_durably
 
 FOLDER = "validation"
 FORMAT = 1
@@ -25,6 +25,12 @@ row."""
 def responses_file(run_dir: Path, step: int) -> Path:
     """The file with the responses of a step's evaluation."""
     return run_dir / FOLDER / f"{step_name(step)}.jsonl"
+
+
+def evaluated_steps(run_dir: Path) -> list[int]:
+    """Steps whose evaluations have a file of responses, ascending."""
+    names = (STEP_NAME.fullmatch(path.stem) for path in (run_dir / FOLDER).glob("*.jsonl"))
+    return sorted(int(name[1]) for name in names if name)
 
 
 def partial_file(run_dir: Path) -> Path:

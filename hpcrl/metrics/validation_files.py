@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from hpcrl.metrics.compared_side import By, ComparedResponse, ComparedSide, ResponseTexts, as_text, line_at, lines_of
-from hpcrl.system.files import STEP_NAME, step_name
-
-FORMAT = 1
-"""Version of the files that are read here."""
-VALIDATION = "validation"
+from hpcrl.metrics.responses import FOLDER, FORMAT, evaluated_steps, responses_file
 
 
 class _Header(msgspec.Struct):
@@ -31,23 +26,16 @@ class _Scored(msgspec.Struct):
     error: str | None = None
 
 
-def validation_steps(run: Path) -> list[int]:
-    """Steps of a run folder that have a validation file, ascending."""
-    folder = run / VALIDATION
-    names = [path.stem for path in folder.glob("step_*.jsonl")] if folder.is_dir() else []
-    return sorted(int(found[1]) for name in names if (found := re.fullmatch(STEP_NAME, name)))
-
-
 def validation_file(run: Path, step: int | None) -> Path:
     """The file of a step, or of the newest one. ValueError names the steps that a run has."""
-    steps = validation_steps(run)
+    steps = evaluated_steps(run)
     if not steps:
         raise ValueError(
-            f"{run}: no {VALIDATION}/step_NNNNNN.jsonl, which runs with data.val and eval_every, and hpcrl eval, write"
+            f"{run}: no {FOLDER}/step_NNNNNN.jsonl, which runs with data.val and eval_every, and hpcrl eval, write"
         )
     if step is not None and step not in steps:
         raise ValueError(f"{run}@{step}: no validation of step {step}; there are steps {', '.join(map(str, steps))}")
-    return run / VALIDATION / f"{step_name(steps[-1] if step is None else step)}.jsonl"
+    return responses_file(run, steps[-1] if step is None else step)
 
 
 def read_validation(file: Path, by: By = "prompt") -> ComparedSide:

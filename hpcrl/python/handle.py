@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import time
 from collections.abc import Iterator
@@ -21,7 +20,7 @@ from hpcrl.config import ConfigError
 from hpcrl.launch.frozen import SUBMITTED_CONFIG
 from hpcrl.metrics.evaluated import SUMMARY
 from hpcrl.metrics.log import read_metrics
-from hpcrl.metrics.responses import FOLDER, read_responses
+from hpcrl.metrics.responses import FOLDER, evaluated_steps, read_responses, responses_file
 from hpcrl.python.failure import RunFailed
 from hpcrl.python.series import MetricArrays
 from hpcrl.run_folder import (
@@ -47,7 +46,6 @@ ENDED = ("stopped: attempt", "refused", "lost", "never started")
 """How the state of a run begins that does not go on by itself. A job that Slurm has stopped is `stopped: job`."""
 SETTLED = 2
 """Looks that must find a run ended: records of other nodes appear late on a shared file system."""
-RESPONSES = re.compile(r"step_(\d{6,})\.jsonl")
 
 
 @dataclass(frozen=True)
@@ -170,14 +168,13 @@ class RunHandle:
     def validation(self, step: int | None = None) -> list[dict[str, Any]]:
         """The responses of a validation, of the newest by default: dicts with set, prompt, response, score, rewards and
         more. Empty if the run has written none. ValueError if the given step has none."""
-        folder = self.path / FOLDER
-        files = {int(found[1]): path for path in folder.glob("*.jsonl") if (found := RESPONSES.fullmatch(path.name))}
-        if step is not None and step not in files:
-            known = ", ".join(map(str, sorted(files))) or "none"
-            raise ValueError(f"{folder} has no responses of step {step}; it has {known}")
-        if not files:
+        steps = evaluated_steps(self.path)
+        if step is not None and step not in steps:
+            known = ", ".join(map(str, steps)) or "none"
+            raise ValueError(f"{self.path / FOLDER} has no responses of step {step}; it has {known}")
+        if not steps:
             return []
-        return read_responses(files[max(files) if step is None else step])[1]
+        return read_responses(responses_file(self.path, steps[-1] if step is None else step))[1]
 
     @property
     def evaluation(self) -> dict[str, Any]:

@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from hpcrl.data.identity import prompt_id
 from hpcrl.report.samples_pictures import PagePictures
-from hpcrl.report.samples_text import as_messages, clean, message, prompt_hash
+from hpcrl.report.samples_text import as_messages, clean, message
 from hpcrl.report.samples_tokens import TokenPieces, segments
 from hpcrl.rollout.step_files import OutcomeRecord, StepRows
 from hpcrl.rollout.types import STATUS, is_greedy, split_sample_id
@@ -119,7 +120,7 @@ class SampleRows:
             "uid": uid,
             "attempt": attempt,
             "member": member,
-            "prompt": prompt_hash(said[:begins], digests[:in_prompt]),
+            "prompt": prompt_id(said[:begins], map(bytes.fromhex, digests[:in_prompt])),
             "reward": _rounded(columns.get("rewards")),
             "score": _rounded(columns.get("scores")),
             "finish": str(STATUS[columns["status"]]) if columns.get("status") in range(len(STATUS)) else "",

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from hpcrl.spec.media import WRITTEN_MARK
@@ -56,15 +55,6 @@ def message(said: Mapping[str, Any], limit: int) -> dict[str, Any]:
     if extra := {key: value for key, value in said.items() if key not in KNOWN_KEYS and value}:
         found["extra"] = cut(json.dumps(extra, ensure_ascii=False, indent=1, default=str), limit)
     return found
-
-
-def prompt_hash(messages: Sequence[Mapping[str, Any]], digests: Iterable[str] = ()) -> str:
-    """16 hex digits that are equal for equal prompts, as the prompt_id of validations: the beginning of the SHA-256 of
-    the messages' canonical JSON, with the images' digests, if there are any, as one more entry."""
-    images = list(digests)
-    told = [*messages, {"images": images}] if images else [*messages]
-    text = json.dumps(told, sort_keys=True, separators=(",", ":"), ensure_ascii=False, default=str)
-    return hashlib.sha256(text.encode(errors="replace")).hexdigest()[:16]
 
 
 def _text(content: Any) -> str:

@@ -11,12 +11,13 @@ from urllib.parse import unquote
 
 import numpy as np
 
+from hpcrl.data.identity import prompt_id
+from hpcrl.metrics.responses import FOLDER, FORMAT
 from hpcrl.report.run_files import RunFiles
 from hpcrl.report.samples_pictures import PagePictures
-from hpcrl.report.samples_text import as_messages, clean, cut, message, num_bytes, prompt_hash
+from hpcrl.report.samples_text import as_messages, clean, cut, message, num_bytes
 
-FOLDER, EXAMPLES, EPISODES = "validation", "examples.json", "episodes"
-FORMAT = 1
+EXAMPLES, EPISODES = "examples.json", "episodes"
 MAX_STEPS, MAX_EPISODE_STEPS = 8, 4
 MAX_PROMPTS, MAX_RESPONSES = 300, 8
 """Prompts that are considered for the page, and responses of a prompt in a step."""
@@ -111,7 +112,7 @@ def _from_examples(run: RunFiles, budget: int) -> FoundValidation:
                 continue
             found.total += 1
             asked = [{"role": "prompt", "content": str(row.get("prompt", ""))}]
-            identity = prompt_hash([*asked, {"row": row.get("row")}])
+            identity = prompt_id([*asked, {"row": row.get("row")}])
             line = {**row, "set": row.get("domain", ""), "prompt_id": identity, "greedy": True, "sample": 0}
             line |= {"answer": None, "gold": row.get("answer")}
             kept.setdefault(_key(line), []).append(_sample(step, line))
