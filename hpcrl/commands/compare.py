@@ -23,7 +23,8 @@ from hpcrl.commands.comparison_text import as_json, as_table
 from hpcrl.commands.status import find_run
 from hpcrl.metrics.compared_side import By, ComparedSide
 from hpcrl.metrics.lm_eval_samples import is_samples, newest_samples, read_samples
-from hpcrl.metrics.validation_files import VALIDATION, read_validation, validation_file
+from hpcrl.metrics.responses import FOLDER
+from hpcrl.metrics.validation_files import read_validation, validation_file
 from hpcrl.system.cli import ArgumentParser, show, use_utf8
 from hpcrl.system.exit_codes import ExitCode
 
@@ -76,7 +77,7 @@ def read_side(name: str, by: By = "prompt", metric: str | None = None, task: str
             raise ValueError(f"{path}: no such file, run folder or run in runs/") from error
     files = [path]
     if path.is_dir():
-        samples = newest_samples(path) if not (path / VALIDATION).is_dir() else {}
+        samples = newest_samples(path) if not (path / FOLDER).is_dir() else {}
         if samples and step is not None:
             raise ValueError(f"{name}: @STEP selects a validation of a run folder; {path} has samples of tasks")
         files = [samples[task]] if task in samples else [*samples.values()] or [validation_file(path, step)]
