@@ -117,8 +117,9 @@ class Browser:
         self._call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=phone)
 
     def picture(self, path: Path) -> None:
-        """Write what is visible as PNG."""
-        path.write_bytes(base64.b64decode(self._call("Page.captureScreenshot")["data"]))
+        """Write what is visible, as PNG or, at a path that ends so, as WebP."""
+        form = {"format": "webp", "quality": 80} if path.suffix == ".webp" else {"format": "png"}
+        path.write_bytes(base64.b64decode(self._call("Page.captureScreenshot", **form)["data"]))
 
     def _call(self, method: str, **parameters: Any) -> dict[str, Any]:
         self._number += 1
