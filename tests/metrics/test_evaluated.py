@@ -14,6 +14,24 @@ from tests.metrics.test_responses import response
 SETS = {name: {"temperature": 0.5, "samples": 2, "max_new_tokens": 9, "path": "x"} for name in ("one", "t w\no")}
 
 
+def test_tags_have_results_of_their_own_if_they_differ() -> None:
+    tags = {0: ["easy", "algebra"], 1: ["hard", "algebra"], 2: ["hard", "hard"], 3: []}
+    rows = [response("one", row, k, float(k == row), tags=own) for row, own in tags.items() for k in range(2)]
+    told = summarised(header("m", 0, SETS), rows)
+    found = told["sets"]["one"]["tags"]
+    assert {tag: (own["prompts"], own["responses"], own["score"]) for tag, own in found.items()} == {
+        "algebra": (2, 4, 0.5),
+        "easy": (1, 2, 0.5),
+        "hard": (2, 4, 0.25),
+    }
+    assert found["hard"]["pass@2"] == 0.5 and found["easy"]["score_stderr"] is None
+    assert [line.split()[:4] for line in as_table(told)[2:]] == [
+        ["-", "algebra", "2", "2"], ["-", "easy", "1", "2"], ["-", "hard", "2", "2"],
+    ]  # fmt: skip
+    alike = [response("one", row, 0, 1.0, tags=["maths"]) for row in range(2)]
+    assert summarised(header("m", 0, SETS), alike)["sets"]["one"]["tags"] == {}
+
+
 def test_results_of_two_sets() -> None:
     rows = [
         response("one", row, k, score, answer="a")

@@ -1,6 +1,6 @@
 """Make the screens of the report in docs/plots from a run, such as that of `make demo`.
 
-    python -m tests.report.screens runs/demo
+python -m tests.report.screens runs/demo
 """
 
 from __future__ import annotations
