@@ -473,3 +473,17 @@ def test_a_job_of_another_cluster_may_be_alive(tmp_path: Path, monkeypatch: pyte
         else:
             with pytest.raises(ConfigError, match=f"job 7.*, on cluster there, but this is here; .* remove {run}"):
                 check_run(CONFIG, run, "auto")
+
+
+def test_status_lists_runs_of_sweeps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("b", "a/seed-1", "a/seed-0", "notes/x/deep"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+    for name in ("b", "a/seed-1", "a/seed-0", "notes/x/deep"):
+        (tmp_path / "runs" / name / "config.yaml").write_text(yaml.safe_dump(CONFIG))
+    assert status.main([]) == ExitCode.DONE
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["a/seed-0", "a/seed-1", "b"]
+    assert status.main(["a/seed-1"]) == ExitCode.DONE
+    assert "runs/a/seed-1" in capsys.readouterr().out

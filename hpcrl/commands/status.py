@@ -1,6 +1,6 @@
 """Status of a run: state, nodes, progress, time left, checkpoints, restarts, errors.
 
-    python -m hpcrl status [RUN|JOBID]      a run's folder, its name in runs/, or a job; default: all runs in runs/
+    python -m hpcrl status [RUN|JOBID]      a run's folder, its name in runs/, or a job; default: all in runs/, also of sweeps
 
 Everything except the job's state is read from the run folder, so the command works during the run, after its end, and
 even if Slurm no longer lists the job or has no accounting. It writes nothing and does not import torch.
@@ -181,18 +181,18 @@ def describe(run_dir: Path, job: slurm.Job | None, now: float) -> str:
 
 def line(run_dir: Path, job: slurm.Job | None, now: float) -> str:
     """The run in one line."""
-    run = RunFolder(run_dir)
+    run, label = RunFolder(run_dir), str(run_dir.relative_to(RUNS) if run_dir.is_relative_to(RUNS) else run_dir.name)
     word = state(run, job).split(":")[0]
     pipeline = run.config.pipeline_spec if run.config is not None else None
     if not run.values or (pipeline is not None and (pipeline.rank0_only or not pipeline.trains)):
-        return f"{run_dir.name:<24}{word}"
+        return f"{label:<24}{word}"
     reward = [f"{name} {form.format(found[1])}" for metric, name, form in SHOWN[:2] if (found := run.newest(metric))]
     left = run.seconds_left()
     eta = [f"ETA {duration(left)}"] if _runs(run, job) and left is not None else []
     finished = run.finished
     why = finished["reason"].partition(": ")[2] if finished and finished["step"] < finished["max_steps"] else ""
     early = [f"ended early: {why}"] if why else []
-    return "  ".join((f"{run_dir.name:<24}{word:<12}step {run.step}/{run.steps}", *reward, *eta, *early))
+    return "  ".join((f"{label:<24}{word:<12}step {run.step}/{run.steps}", *reward, *eta, *early))
 
 
 def state(run: RunFolder, job: slurm.Job | None) -> str:
@@ -315,8 +315,24 @@ def _runs(run: RunFolder, job: slurm.Job | None) -> bool:
 
 
 def _runs_here() -> list[Path]:
-    folders = [path for path in RUNS.iterdir() if path.is_dir()] if RUNS.is_dir() else []
-    return sorted(path for path in folders if (path / CONFIG).exists() or (path / SUBMITTED).exists())
+    """The runs in runs/, and the runs of sweeps, which are one folder deeper."""
+    return sorted(
+        run
+        for folder in _folders_in(RUNS)
+        for run in ([folder] if _is_run(folder) else _folders_in(folder))
+        if _is_run(run)
+    )
+
+
+def _folders_in(folder: Path) -> list[Path]:
+    try:
+        return [path for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
+    except PermissionError:
+        return []
+
+
+def _is_run(folder: Path) -> bool:
+    return (folder / CONFIG).exists() or (folder / SUBMITTED).exists()
 
 
 def _where(run: RunFolder, config: Config) -> Iterable[tuple[str, str]]:
