@@ -1,6 +1,6 @@
 """Status of a run: state, nodes, progress, time left, checkpoints, restarts, errors.
 
-    python -m hpcrl status [RUN|JOBID]      a run's folder, its name in runs/, or a job; default: all in runs/, also of sweeps
+    python -m hpcrl status [RUN|JOBID]      a run's folder, its name in runs/, or a job; default: all in runs/
 
 Everything except the job's state is read from the run folder, so the command works during the run, after its end, and
 even if Slurm no longer lists the job or has no accounting. It writes nothing and does not import torch.

@@ -42,7 +42,7 @@ def test_everything_past_the_checkpoint_is_set_aside(tmp_path: Path) -> None:
     assert steps_in(tmp_path / "checkpoints") == [2, 4]
     assert [line.split(" moved")[0] for line in moved] == [
         "rollouts of steps 5 to 6",
-        "validation responses of steps 6 to 6",
+        "validation of steps 6 to 6",
         "3 lines of metrics.jsonl after step 4",
     ]
     assert (aside / "validation/step_000006.jsonl").read_text() == "step_000006.jsonl"

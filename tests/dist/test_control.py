@@ -58,6 +58,7 @@ SCORED = m.ScoredSample(5, 1.0, 0.5, "timeout", {"length": 3.0})
 COMMANDS: list[Any] = [
     m.BuildRole("trainer", [1, 2]),
     m.BuildGroup("fabric", [0, 1, 2], 3),
+    m.Profile(3, True),
     m.Shutdown(),
     m.Admit(
         [m.PromptPayload(1, "maths", b"\x01\0", b"{}", (Medium("image", bytes(3), 1, 1, 0, 1),))],
