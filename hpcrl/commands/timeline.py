@@ -77,7 +77,8 @@ def _write(step: StepTimeline, path: Path) -> None:
 def _lines(step: StepTimeline) -> Iterator[str]:
     header = step.header
     ended = "" if header.complete else ", in which the run ended"
-    yield f"step {header.step}: {duration(header.seconds)} ({header.seconds:.3g} s) on {len(header.ranks)} ranks{ended}"
+    long = f" ({duration(header.seconds)})" if header.seconds >= 60 else ""
+    yield f"step {header.step}: {header.seconds:.3g} s{long} on {len(header.ranks)} ranks{ended}"
     for shares in role_shares(step):
         yield ""
         yield f"{', '.join(shares.roles)}: {shares.num_ranks} rank{'s' * (shares.num_ranks != 1)}"
