@@ -61,7 +61,8 @@ def _folder(name: str) -> Path:
 def _step_of(run: Path, step: int | None) -> StepTimeline:
     steps = recorded_steps(run)
     if not steps:
-        raise ValueError(f"{run} has no timelines: no step has ended yet, or timeline.enabled was false")
+        why = "no step has ended yet, timeline.enabled was false, or the run only evaluates"
+        raise ValueError(f"{run} has no timelines: {why}")
     if step is not None and step not in steps:
         kept = ", ".join(map(str, steps[-8:]))
         raise ValueError(f"--step {step}: {run} has no timeline of this step; the newest are {kept}")

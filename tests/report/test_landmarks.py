@@ -6,13 +6,18 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from hpcrl.commands import track
 from hpcrl.commands.status import describe, line
 from hpcrl.config import Config
 from hpcrl.config.config_file import write_config
+from hpcrl.metrics import plot
 from hpcrl.report.attempt_history import histories
 from hpcrl.report.index import entry
 from hpcrl.report.overview import section
 from hpcrl.report.run_files import RunFiles
+from hpcrl.system.exit_codes import ExitCode
 from tests.report.synthetic import write_run
 
 SETS = {
@@ -91,3 +96,15 @@ def test_the_scores_of_an_evaluation_alone_are_shown(tmp_path: Path) -> None:
     damaged = RunFiles(run)
     assert section(damaged).data["evaluation"] is None and damaged.problems[0].startswith("evaluation.json: KeyError")
     assert line(run, None, 0.0).split()[-2:] == ["0", "responses"]
+
+
+def test_runs_are_plotted_and_tracked_by_their_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run(tmp_path / "runs" / "mine", cluster={"name": "local"})
+    monkeypatch.chdir(tmp_path)
+    assert plot.main(["mine"]) == ExitCode.DONE and (tmp_path / "runs" / "mine" / "plot.png").is_file()
+    assert plot.main(["other"]) == ExitCode.BAD_INPUT and track.main(["other", "tensorboard"]) == ExitCode.BAD_INPUT
+    assert "other is not a run folder" in capsys.readouterr().err
+    assert track.main(["mine", "tensorboard"]) == ExitCode.DONE
+    assert capsys.readouterr().out.endswith("tensorboard has the 31 rows of runs/mine\n")
