@@ -101,13 +101,17 @@ def _number(run: Path, step: str) -> int:
 
 def _of_run(run: Path, step: int | None, words: Sequence[str]) -> int:
     config = stored_config(run)
+    if not config.pipeline_spec.trains:
+        raise ValueError(
+            f"{run}: the run has no model of its own, it only evaluates {config.model.path}; give this folder"
+        )
     if config.data.val is None and not any(word.lstrip("+").startswith("data.val=") for word in words):
         raise ValueError(f"{run}: the run has no validation data (data.val); give data.val=FILE")
     steps, finished = steps_in(run / "checkpoints"), read_finished(run)
     there = ", ".join(map(str, steps)) or "none"
     if step is not None and step not in steps:
         raise ValueError(f"--step {step}: {run} has no checkpoint of this step; there are: {there}")
-    if step is None and not (run / MODEL / "config.json").is_file():
+    if step is None and not (finished and (run / MODEL / "config.json").is_file()):  # hf/ may be of an earlier end
         raise ValueError(f"{run}: no final model ({MODEL}/): the run has not ended; give --step N (there are: {there})")
     number = step if step is not None else finished.get("step")
     ending = "" if number is None else f"_{step_name(number)}{_branch(run, number)}"

@@ -42,7 +42,7 @@ def section(run: RunFiles) -> ReportSection:
     past = histories(run)
     layout, nodes, gpus = _resources(run.checked)
     lost, left = abandoned_rows(run, past)
-    hours = phase_hours(run.rows, lost, past, nodes, gpus, left)
+    hours = phase_hours(run.rows, lost, past, nodes, gpus, left) if _trains(run) else []
     data = {
         "what": [[label, str(value)] for label, value in _what(run, layout, past) if value not in (None, "", [])],
         "attempts": [_attempt(run.attempts, place, this) for place, this in enumerate(past)],

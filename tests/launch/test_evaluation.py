@@ -157,7 +157,11 @@ def test_bad_input_is_one_line_with_a_way_out(tmp_path: Path, rows: Path) -> Non
     write_model(tmp_path / "untold" / "model")
     (tmp_path / "untold" / "model" / "tokenizer.json").unlink()
     write_model(tmp_path / "whole")
+    (make_run(tmp_path / "goes_on", [], [8]) / "finished.json").unlink()  # its hf/ is of an earlier end
     (tmp_path / "nothing").mkdir()
+    make_run(
+        tmp_path / "evaluation", ["pipeline=evaluate", "model.path=whole", "data.train=null", f"data.val={rows}"], []
+    )
     (tmp_path / "empty.jsonl").write_text("")
     short = ["data.max_prompt_tokens=64", "rollout.max_new_tokens=32"]
     val = f"data.val={rows}"
@@ -173,6 +177,8 @@ def test_bad_input_is_one_line_with_a_way_out(tmp_path: Path, rows: Path) -> Non
         (["unfinished", val, "--step", "3"], "--step 3: unfinished has no checkpoint of this step; there are: 2, 4"),
         (["unfinished", val, "--step", "last"], "--step last: expected a step's number or best"),
         (["unfinished", val, "--step", "best"], "--step best: unfinished names no best checkpoint (keep_best.metric)"),
+        (["goes_on", val], "goes_on: no final model (hf/): the run has not ended; give --step N (there are: 8)"),
+        (["evaluation"], "evaluation: the run has no model of its own, it only evaluates whole; give this folder"),
         (["untold/model", val, *short], "model.path: no tokenizer in untold/model (tokenizer.json)"),
         (["whole", "data.val=empty.jsonl", *short], "data.val: empty.jsonl: holds no rows"),
         (["whole", *short], "data.val: there is nothing to evaluate on; give files or a generated source"),

@@ -87,7 +87,7 @@ def test_the_scores_of_an_evaluation_alone_are_shown(tmp_path: Path) -> None:
         ["easy", "8", "4", "0.250 ± 0.125", "@2=0.500"],
         ["one", "1", "1", "1.000", "-"],
     ]
-    assert not {"steps", "algorithm"} & set(dict(data["what"]))
+    assert not {"steps", "algorithm"} & set(dict(data["what"])) and data["hours"] == []
     assert " ".join(line(run, None, 0.0).split()) == "evaluation never started easy 0.250 ± 0.125 one 1.000"
     assert entry(RunFiles(run), "e.html").values == "easy 0.250 ± 0.125, one 1.000"
     text = describe(run, None, 0.0)
