@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import json
 import platform
 import re
 import sys
@@ -27,6 +28,7 @@ from hpcrl.cluster.layout import RoleLayout
 from hpcrl.cluster.placement import Placement
 from hpcrl.config import Config, ConfigError
 from hpcrl.metrics.duration import duration
+from hpcrl.metrics.evaluated import SUMMARY, scores_in_short
 from hpcrl.metrics.log import METRICS, read_metrics
 from hpcrl.metrics.progress import RECENT_STEPS, SHOWN, evaluations_left
 from hpcrl.metrics.responses import count_responses
@@ -162,6 +164,7 @@ def describe(run_dir: Path, job: slurm.Job | None, now: float) -> str:
         rows += _where(run, config)
     if config is not None and not config.pipeline_spec.trains:
         rows.append(("done", f"{count_responses(run_dir)} responses are stored"))
+        rows += [("" if number else "scores", text) for number, text in enumerate(_scores(run_dir))]
     elif run.values and not (config is not None and config.pipeline_spec.rank0_only):
         rows.append(("step", _progress(run, now, runs)))
         if config is not None and (runs or not run.finished):
@@ -184,8 +187,11 @@ def line(run_dir: Path, job: slurm.Job | None, now: float) -> str:
     run, label = RunFolder(run_dir), str(run_dir.relative_to(RUNS) if run_dir.is_relative_to(RUNS) else run_dir.name)
     word = state(run, job).split(":")[0]
     pipeline = run.config.pipeline_spec if run.config is not None else None
-    if not run.values or (pipeline is not None and (pipeline.rank0_only or not pipeline.trains)):
+    if not run.values or (pipeline is not None and pipeline.rank0_only):
         return f"{label:<24}{word}"
+    if pipeline is not None and not pipeline.trains:
+        done = _scores(run_dir) or [f"{count_responses(run_dir)} responses"]
+        return "  ".join((f"{label:<24}{word:<10}", *done))
     reward = [f"{name} {form.format(found[1])}" for metric, name, form in SHOWN[:2] if (found := run.newest(metric))]
     left = run.seconds_left()
     eta = [f"ETA {duration(left)}"] if _runs(run, job) and left is not None else []
@@ -367,6 +373,7 @@ def _progress(run: RunFolder, now: float, runs: bool) -> str:
     if runs and run.began is not None and (logged is None or logged < run.began):
         parts[0] += f", attempt {run.attempt} began {duration(now - run.began)} ago and has completed no step yet"
     elif runs and logged is not None:
+        now = max(now, logged)  # the run may have written since
         stalled = now - logged > max(STALLED_S, STALLED * (run.step_s or 0.0))
         parts[0] += f", {duration(now - logged)} ago{', much longer than a step takes' if stalled else ''}"
     if run.rows:
@@ -398,11 +405,19 @@ def _time(run: RunFolder, config: Config, job: slurm.Job | None, now: float) -> 
     yield text
 
 
+def _scores(run_dir: Path) -> list[str]:
+    """`set score ± standard error` of each set of an evaluation alone; empty before its end, or if it is damaged."""
+    try:
+        return scores_in_short(json.loads((run_dir / SUMMARY).read_bytes()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return []
+
+
 def _checkpoint(run: RunFolder, now: float) -> str:
     step = committed_step(run.folder)
     if step < 0:
         return "no checkpoint yet"
-    age = now - (run.folder / "checkpoints" / step_name(step) / "manifest.json").stat().st_mtime
+    age = max(now - (run.folder / "checkpoints" / step_name(step) / "manifest.json").stat().st_mtime, 0.0)
     return f"step {step}, {duration(age)} ago{_best(run.folder / 'checkpoints')}"
 
 

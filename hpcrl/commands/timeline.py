@@ -61,7 +61,8 @@ def _folder(name: str) -> Path:
 def _step_of(run: Path, step: int | None) -> StepTimeline:
     steps = recorded_steps(run)
     if not steps:
-        raise ValueError(f"{run} has no timelines: no step has ended yet, or timeline.enabled was false")
+        why = "no step has ended yet, timeline.enabled was false, or the run only evaluates"
+        raise ValueError(f"{run} has no timelines: {why}")
     if step is not None and step not in steps:
         kept = ", ".join(map(str, steps[-8:]))
         raise ValueError(f"--step {step}: {run} has no timeline of this step; the newest are {kept}")
@@ -77,7 +78,8 @@ def _write(step: StepTimeline, path: Path) -> None:
 def _lines(step: StepTimeline) -> Iterator[str]:
     header = step.header
     ended = "" if header.complete else ", in which the run ended"
-    yield f"step {header.step}: {duration(header.seconds)} ({header.seconds:.3g} s) on {len(header.ranks)} ranks{ended}"
+    long = f" ({duration(header.seconds)})" if header.seconds >= 60 else ""
+    yield f"step {header.step}: {header.seconds:.3g} s{long} on {len(header.ranks)} ranks{ended}"
     for shares in role_shares(step):
         yield ""
         yield f"{', '.join(shares.roles)}: {shares.num_ranks} rank{'s' * (shares.num_ranks != 1)}"

@@ -1,6 +1,6 @@
 """Upload the metrics of a run to a tracker, from a machine with network access such as the login node.
 
-python -m hpcrl track RUN_DIR TRACKER [URI]      every step of metrics.jsonl that the tracker does not have,
+python -m hpcrl track RUN TRACKER [URI]          every step of metrics.jsonl that the tracker does not have,
                                                  the validation completions and the plot
 
 Weights & Biases and SwanLab find their API keys as usual.
@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from hpcrl.commands.status import find_run
 from hpcrl.config import Config, ConfigError, parse
 from hpcrl.config.part_names import section_name
 from hpcrl.controller.examples import TABLE, as_table, read_examples
@@ -31,13 +32,13 @@ from hpcrl.system.exit_codes import ExitCode
 def main(argv: Sequence[str] | None = None) -> int:
     """Upload the run; returns the exit code."""
     parser = ArgumentParser("hpcrl track", __doc__)
-    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    parser.add_argument("run", metavar="RUN", help="a run's folder, its name in runs/, or a job")
     names = [name for name, spec in TRACKERS.items() if not spec.live]
     parser.add_argument("name", metavar="TRACKER", help=f"{', '.join(names)}, or module:SPEC")
     parser.add_argument("uri", nargs="?", metavar="URI", help="address of the server, for mlflow")
     try:
         arguments = parser.parse_args(argv)
-        run_dir, name = arguments.run_dir, arguments.name
+        run_dir, name = find_run(arguments.run), arguments.name
         config = _config(run_dir, name, arguments.uri)
     except ValueError as error:
         print(f"{error} (see --help)", file=sys.stderr)

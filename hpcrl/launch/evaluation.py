@@ -2,6 +2,7 @@
 
     python -m hpcrl eval runs/sft                                        # the run's final model on its data.val
     python -m hpcrl eval runs/sft --step 200 eval.samples=8 eval.temperature=0.8
+    python -m hpcrl eval runs/sft --step best                            # with keep_best.metric
     python -m hpcrl eval Qwen/Qwen2.5-0.5B-Instruct data.val=gsm8k.jsonl eval.num_prompts=500
     python -m hpcrl eval models/mine +experiment=rlvr_gsm8k generator.engine=vllm +cluster=slurm cluster.partition=gpu
 
@@ -23,6 +24,7 @@ from typing import Any
 
 import yaml
 
+from hpcrl.checkpoint.best import read_best
 from hpcrl.cluster import slurm
 from hpcrl.config import Config, ConfigError, read
 from hpcrl.config.untrained import OTHERS, READ
@@ -31,8 +33,9 @@ from hpcrl.launch.start import start
 from hpcrl.metrics.evaluated import SUMMARY, as_table
 from hpcrl.node.devices import visible_gpus
 from hpcrl.rewards.serving.router import built_in_rewards
-from hpcrl.run_folder import CONFIG, read_finished, stored_config
+from hpcrl.run_folder import CONFIG, branches_of, read_finished, stored_config
 from hpcrl.run_folder.opening import EVALUATED
+from hpcrl.run_folder.records import read_attempts
 from hpcrl.system import log
 from hpcrl.system.cli import ArgumentParser, in_shell, show, use_utf8
 from hpcrl.system.exit_codes import ExitCode
@@ -51,7 +54,9 @@ def main(argv: Sequence[str]) -> int:
     parser = ArgumentParser("hpcrl eval", __doc__)
     parser.add_argument("folder", metavar="FOLDER", help="model in HF layout, its hub name, or a run")
     parser.add_argument("words", nargs="*", metavar="WORD", help="setting, such as data.val=gsm8k.jsonl")
-    parser.add_argument("--step", type=int, metavar="N", help="of a run: the model of this step's checkpoint")
+    parser.add_argument(
+        "--step", metavar="N|best", help="of a run: this step's checkpoint, or the best one (keep_best.metric)"
+    )
     try:
         given = parser.parse_intermixed_args(argv)
         return _evaluate(given.folder, given.step, given.words)
@@ -65,10 +70,10 @@ def main(argv: Sequence[str]) -> int:
         return ExitCode.INTERRUPTED
 
 
-def _evaluate(given: str, step: int | None, words: Sequence[str]) -> int:
+def _evaluate(given: str, step: str | None, words: Sequence[str]) -> int:
     folder = next((path for path in (Path(given), RUNS / given) if path.is_dir()), Path(given))
     if (folder / CONFIG).is_file():
-        return _of_run(folder, step, words)
+        return _of_run(folder, None if step is None else _number(folder, step), words)
     if step is not None:
         raise ValueError(f"--step {step}: {given} is not a run folder (no {CONFIG}); leave --step out")
     if folder.is_dir() and not (folder / "config.json").is_file():
@@ -83,18 +88,33 @@ def _evaluate(given: str, step: int | None, words: Sequence[str]) -> int:
     return _start(words, _run_dir(words))
 
 
+def _number(run: Path, step: str) -> int:
+    """The step that `--step` means. ValueError if it is none of this run's."""
+    if re.fullmatch(r"\d{1,12}", step):
+        return int(step)
+    if step != "best":
+        raise ValueError(f"--step {step}: expected a step's number or best")
+    if (best := read_best(run / "checkpoints")) is None:
+        raise ValueError(f"--step best: {run} names no best checkpoint (keep_best.metric); give --step N")
+    return best.step
+
+
 def _of_run(run: Path, step: int | None, words: Sequence[str]) -> int:
     config = stored_config(run)
+    if not config.pipeline_spec.trains:
+        raise ValueError(
+            f"{run}: the run has no model of its own, it only evaluates {config.model.path}; give this folder"
+        )
     if config.data.val is None and not any(word.lstrip("+").startswith("data.val=") for word in words):
         raise ValueError(f"{run}: the run has no validation data (data.val); give data.val=FILE")
     steps, finished = steps_in(run / "checkpoints"), read_finished(run)
     there = ", ".join(map(str, steps)) or "none"
     if step is not None and step not in steps:
         raise ValueError(f"--step {step}: {run} has no checkpoint of this step; there are: {there}")
-    if step is None and not (run / MODEL / "config.json").is_file():
+    if step is None and not (finished and (run / MODEL / "config.json").is_file()):  # hf/ may be of an earlier end
         raise ValueError(f"{run}: no final model ({MODEL}/): the run has not ended; give --step N (there are: {there})")
     number = step if step is not None else finished.get("step")
-    ending = "" if number is None else f"_{step_name(number)}"
+    ending = "" if number is None else f"_{step_name(number)}{_branch(run, number)}"
     words = [f"run_name={_name(run)}_eval{ending}", "pipeline=evaluate", *words]
     folder, dry = _run_dir(words), "dry_run=true" in words
     model = run / MODEL if step is None else folder / EVALUATED / MODEL
@@ -116,6 +136,12 @@ def _of_run(run: Path, step: int | None, words: Sequence[str]) -> int:
                 (beside / KEYS).unlink()
                 _remove_empty(beside, folder)
             raise
+
+
+def _branch(run: Path, step: int) -> str:
+    """What tells a step apart from the same step before a branch, whose evaluation may exist: `_branch_ATTEMPT`."""
+    opened = [each["attempt"] for each in branches_of(read_attempts(run)) if each["from"] < step]
+    return f"_branch_{opened[-1]}" if opened else ""
 
 
 def _check_settings(words: Sequence[str]) -> None:

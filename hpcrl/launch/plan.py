@@ -70,9 +70,9 @@ def describe(config: Config, layout: RoleLayout, model: ModelFolder | None, run:
         rollouts = "rollouts/ " if config.generates and config.rollout.save_rollouts else ""
         episodes = "episodes/ " if config.envs and config.evaluates else ""
         responses = "validation/ " if config.evaluates else ""
-        timeline = "timeline/ " if config.timeline.enabled else ""
+        looks = ("timeline/ " if config.timeline.enabled else "") + ("profiles/ " if config.profile.steps else "")
         exports = "hf/ hf_critic/" if config.uses_critic else "hf/"
-        results = f"tensorboard/ {rollouts}{episodes}{responses}{timeline}checkpoints/ {exports} plot.png logs/"
+        results = f"tensorboard/ {rollouts}{episodes}{responses}{looks}checkpoints/ {exports} plot.png logs/"
         rows.append(("files", f"config.yaml plan.txt metrics.jsonl {results}"))
     return "\n".join(f"{name:<8}{text}" for name, text in rows)
 

@@ -1,6 +1,8 @@
 """plot.png: the learning curves of a run.
 
-python -m hpcrl plot RUN_DIR      plots the steps so far; a successful run creates its plot at the end
+python -m hpcrl plot RUN      plots the steps so far; a successful run creates its plot at the end
+
+RUN is a run's folder, or its name in runs/.
 """
 
 from __future__ import annotations
@@ -87,7 +89,9 @@ def main(argv: Sequence[str]) -> int:
         print(in_shell(__doc__))
         return ExitCode.DONE if list(argv) in (["-h"], ["--help"]) else ExitCode.BAD_INPUT
     try:
-        print(plot(Path(argv[0])))
+        given = Path(argv[0])
+        named = "runs" / given
+        print(plot(named if named.is_dir() and not given.is_dir() else given))
     except (ValueError, OSError) as error:
         print(f"hpcrl: {error}", file=sys.stderr)
         return ExitCode.BAD_INPUT

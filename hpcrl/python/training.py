@@ -43,7 +43,7 @@ def train(
 def evaluate(
     model: str | os.PathLike[str] | RunHandle,
     *words: str,
-    step: int | None = None,
+    step: int | str | None = None,
     reward: Given | Mapping[str, object] | None = None,
     env: Given | Mapping[str, object] | None = None,
     **keys: object,
@@ -54,7 +54,7 @@ def evaluate(
     Args:
         model: A folder in HF layout, a hub name in the local cache, or a run, whose data, rewards and sampling are
             used.
-        step: Of a run: the checkpoint of this step; None: the final model.
+        step: Of a run: the checkpoint of this step, or `best` (keep_best.metric); None: the final model.
 
     Other arguments, printing, interrupts and errors are as for hpcrl.train. The same call again continues the
     evaluation, or returns a finished one.

@@ -13,7 +13,7 @@ from hpcrl.system.exit_codes import ASKED, ExitCode
 from hpcrl.system.log import HEADER
 
 STEP = re.compile(r"step (\d+)/\d+\b")
-RESUMED = re.compile(r"resumed from step_(\d{6,})")
+RESUMED = re.compile(r"(?:resumed|branch) from step_(\d{6,})")
 STOPPED = re.compile(r"stopped by (SIG[A-Z0-9]+)\b.*")
 TAKEN = re.compile(r"CANCELLED AT \S+ DUE TO ([A-Z -]+)")
 """Slurm's line in a job's log, such as `*** STEP 50.0 ON n1 CANCELLED AT 2026-11-28T19:00:01 DUE TO TIME LIMIT ***`."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from urllib.parse import quote
 
 from hpcrl.metrics.progress import SHOWN
+from hpcrl.report.landmarks import scores
 from hpcrl.report.page import document
 from hpcrl.report.run_files import RunFiles
 
@@ -31,7 +32,7 @@ def entry(run: RunFiles, address: str) -> IndexEntry:
     for metric, word, form in SHOWN[:3]:
         value = next((row[metric] for row in reversed(run.rows) if isinstance(row.get(metric), float)), None)
         found += [f"{word} {form.format(value)}"] if value is not None else []
-    return IndexEntry(address, run.name, run.state, step, ", ".join(found))
+    return IndexEntry(address, run.name, run.state, step, ", ".join(found or scores(run)))
 
 
 def index(title: str, entries: Sequence[IndexEntry], notes: Sequence[str] = (), above: str = "") -> str:

@@ -12,6 +12,15 @@ from hpcrl.config.config_file import arguments_in
 from hpcrl.report.alerts import anomalies_of
 from hpcrl.report.anomalies import Anomaly
 from hpcrl.report.attempt_history import AttemptHistory, histories
+from hpcrl.report.landmarks import (
+    abandoned_rows,
+    best_checkpoint,
+    branches,
+    evaluation,
+    hang_reports,
+    profiled_steps,
+    steps_lost,
+)
 from hpcrl.report.phases import phase_hours
 from hpcrl.report.run_files import RunAttempt, RunFiles
 from hpcrl.report.section import ReportSection
@@ -32,12 +41,14 @@ def section(run: RunFiles) -> ReportSection:
     """Never empty: a run that did not start has a configuration or a plan."""
     past = histories(run)
     layout, nodes, gpus = _resources(run.checked)
-    lost = [row for attempt in past for row in run.lines(f"abandoned/{attempt.number}/metrics.jsonl")]
-    hours = phase_hours(run.rows, lost, past, nodes, gpus)
+    lost, left = abandoned_rows(run, past)
+    hours = phase_hours(run.rows, lost, past, nodes, gpus, left) if _trains(run) else []
     data = {
         "what": [[label, str(value)] for label, value in _what(run, layout, past) if value not in (None, "", [])],
         "attempts": [_attempt(run.attempts, place, this) for place, this in enumerate(past)],
         "hours": [vars(phase) | {"ranks": _at_work(phase.name, layout)} for phase in hours],
+        "branches": branches(run),
+        "evaluation": evaluation(run),
         "nodes": nodes,
         "gpus": gpus,
         "layout_changed": any("layout" in change for attempt in run.attempts for change in _changes(attempt)),
@@ -52,6 +63,8 @@ def _what(run: RunFiles, layout: RoleLayout | None, past: Sequence[AttemptHistor
     facts = run.attempts[-1].facts if run.attempts else {}
     versions = facts.get("versions")
     steps = f"{run.rows[-1]['step'] if run.rows else 0} of {run.key('max_steps', '?')}" if run.config else ""
+    if not _trains(run):
+        steps = ""
     return [
         ("folder", run.path),
         ("state", run.state or ("" if past else "never started")),
@@ -66,7 +79,10 @@ def _what(run: RunFiles, layout: RoleLayout | None, past: Sequence[AttemptHistor
         ("machine", _machine(run, facts)),
         ("versions", ", ".join(f"{k} {v}" for k, v in versions.items()) if isinstance(versions, dict) else ""),
         ("commit", facts.get("git_commit")),
-        ("lost", _lost(past)),
+        ("lost", steps_lost(run, past)),
+        ("best checkpoint", best_checkpoint(run)),
+        ("hangs", ", ".join(hang_reports(run))),
+        ("profiles", "; ".join(profiled_steps(run))),
         ("warnings", "; ".join(_in_short(each) for each in anomalies_of(run))),
         ("ends without a new checkpoint", _in_a_row(run)),
         ("energy", run.energy),
@@ -75,7 +91,7 @@ def _what(run: RunFiles, layout: RoleLayout | None, past: Sequence[AttemptHistor
 
 def _algorithm(run: RunFiles) -> str:
     """The preset that the launch named, else the parts."""
-    if run.key("pipeline") == "sft":
+    if run.key("pipeline") == "sft" or not _trains(run):
         return ""
     words = arguments_in(run.text(CONFIG, 1 << 20)) or ()
     preset = next((word.partition("=")[2] for word in words if word.lstrip("+").startswith("algorithm=")), "")
@@ -85,7 +101,13 @@ def _algorithm(run: RunFiles) -> str:
 
 
 def _engines(run: RunFiles) -> list[str]:
-    return [role for role in ("trainer", "generator") if run.key(f"{role}.engine")]
+    roles = ("trainer", "generator") if _trains(run) else ("generator",)
+    return [role for role in roles if run.key(f"{role}.engine")]
+
+
+def _trains(run: RunFiles) -> bool:
+    """False for an evaluation alone; True if the configuration cannot be checked here."""
+    return run.checked is None or run.checked.pipeline_spec.trains
 
 
 def _sources(value: Any) -> str:
@@ -112,13 +134,6 @@ def _machine(run: RunFiles, facts: Mapping[str, Any]) -> str:
     cluster = run.key("cluster.name", "")
     where = [str(facts[key]) for key in ("host", "cpu") if facts.get(key)]
     return ", ".join([*([f"cluster={cluster}"] if cluster else []), *where])
-
-
-def _lost(past: Sequence[AttemptHistory]) -> str:
-    if len(past) < 2:
-        return ""
-    steps = sum(len(attempt.lost_steps) for attempt in past)
-    return f"{steps} step(s) were computed again" if steps else "nothing: no step was computed again"
 
 
 def _in_a_row(run: RunFiles) -> str:

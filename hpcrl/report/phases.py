@@ -31,6 +31,7 @@ PHASES: tuple[tuple[str, tuple[str, ...]], ...] = (
 """Phase -> the metrics whose sum it is. Generation is without the wait for rewards, which its metric includes."""
 OTHER = "other work of steps"
 RECOMPUTED = "lost and computed again"
+LEFT = "left for a branch"
 STARTS = "starts of attempts"
 
 
@@ -64,11 +65,14 @@ def phase_hours(
     attempts: Sequence[AttemptHistory],
     nodes: int,
     gpus: int,
+    left: Iterable[Mapping[str, Any]] = (),
 ) -> list[PhaseHours]:
-    """The phases of all steps that count, then of the steps that were lost, then of the starts of attempts up to their
-    first step, for a job of this many nodes and GPUs. Queue times between attempts are not counted."""
+    """The phases of all steps that count, then of the steps that were lost, of those that were `left` for a branch, and
+    of the starts of attempts up to their first step, for a job of this many nodes and GPUs. Queue times between
+    attempts are not counted."""
     seconds = phase_seconds(rows)
     seconds[RECOMPUTED] = sum(phase_seconds(lost).values())
+    seconds[LEFT] = sum(phase_seconds(left).values())
     seconds[STARTS] = sum(_start_s(attempt) for attempt in attempts)
     return [
         PhaseHours(name, value, value * nodes / 3600, value * gpus / 3600) for name, value in seconds.items() if value

@@ -157,7 +157,11 @@ def test_bad_input_is_one_line_with_a_way_out(tmp_path: Path, rows: Path) -> Non
     write_model(tmp_path / "untold" / "model")
     (tmp_path / "untold" / "model" / "tokenizer.json").unlink()
     write_model(tmp_path / "whole")
+    (make_run(tmp_path / "goes_on", [], [8]) / "finished.json").unlink()  # its hf/ is of an earlier end
     (tmp_path / "nothing").mkdir()
+    make_run(
+        tmp_path / "evaluation", ["pipeline=evaluate", "model.path=whole", "data.train=null", f"data.val={rows}"], []
+    )
     (tmp_path / "empty.jsonl").write_text("")
     short = ["data.max_prompt_tokens=64", "rollout.max_new_tokens=32"]
     val = f"data.val={rows}"
@@ -171,6 +175,10 @@ def test_bad_input_is_one_line_with_a_way_out(tmp_path: Path, rows: Path) -> Non
             "unfinished: no final model (hf/): the run has not ended; give --step N (there are: 2, 4)",
         ),
         (["unfinished", val, "--step", "3"], "--step 3: unfinished has no checkpoint of this step; there are: 2, 4"),
+        (["unfinished", val, "--step", "last"], "--step last: expected a step's number or best"),
+        (["unfinished", val, "--step", "best"], "--step best: unfinished names no best checkpoint (keep_best.metric)"),
+        (["goes_on", val], "goes_on: no final model (hf/): the run has not ended; give --step N (there are: 8)"),
+        (["evaluation"], "evaluation: the run has no model of its own, it only evaluates whole; give this folder"),
         (["untold/model", val, *short], "model.path: no tokenizer in untold/model (tokenizer.json)"),
         (["whole", "data.val=empty.jsonl", *short], "data.val: empty.jsonl: holds no rows"),
         (["whole", *short], "data.val: there is nothing to evaluate on; give files or a generated source"),
@@ -180,6 +188,28 @@ def test_bad_input_is_one_line_with_a_way_out(tmp_path: Path, rows: Path) -> Non
         assert (code, told) == (ExitCode.BAD_INPUT, "")
         assert any(error.removeprefix("hpcrl eval: ").startswith(line) for error in errors), (words, errors)
     assert not (tmp_path / "runs").exists()
+
+
+def test_the_best_step_is_that_of_the_run(tmp_path: Path, rows: Path) -> None:
+    folder = make_run(tmp_path / "run", [f"data.val={rows}"], [2, 4])
+    best = {"step": 2, "metric": "val/score/mean", "mode": "max", "value": 0.5}
+    (folder / "checkpoints" / "BEST").write_text(json.dumps(best))
+    code, _, errors = run(tmp_path, "run", "--step", "best", "dry_run=true")
+    assert code == ExitCode.BAD_INPUT and "the checkpoint of step 2 is not converted yet" in errors[0]
+
+
+def test_a_step_of_a_branch_is_another_evaluation(tmp_path: Path, rows: Path) -> None:
+    """Else the results of the same step before the branch would be shown."""
+    words = [f"data.val={rows}", f"data.train={rows}", "reward.default.name=exact_match"]
+    words += ["data.max_prompt_tokens=64", "rollout.max_new_tokens=32"]
+    folder = make_run(tmp_path / "run", words, [])
+    attempts: list[dict[str, Any]] = [{"attempt": 1}, {"attempt": 2, "branch": {"from": 6}}]
+    for branch, name in ((None, ""), ({"from": 6}, "_branch_3"), ({"from": 7}, "_branch_2")):
+        added = [] if branch is None else [*attempts[1:], {"attempt": 3, "branch": branch}]
+        (folder / "facts.json").write_text(json.dumps({"attempts": [*attempts[:1], *added]}))
+        code, told, errors = run(tmp_path, "run", "dry_run=true")
+        assert (code, errors) == (ExitCode.DONE, []), errors
+        assert f"run     run_eval_step_000007{name}, new" in told
 
 
 def test_a_finished_evaluation_shows_its_results(tmp_path: Path, rows: Path) -> None:

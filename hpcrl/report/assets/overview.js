@@ -33,7 +33,7 @@
     return [
       el("h2", {}, "Attempts"),
       table([{ label: "", number: true }, "Owner", "Began (UTC)", "Ended (UTC)", "Steps", "End", "Lost steps", "Restart took"], rows,
-        "A restart took the time from the end of the previous attempt to the first complete step. Lost steps were computed again."),
+        "A restart took the time from the end of the previous attempt to the first complete step. Lost steps were computed again, or left for a branch."),
       changed.length ? el("h3", {}, "Changed at an attempt") : null,
       changed.map((attempt) => el("div", {}, el("p", {}, `Attempt ${attempt.number}`),
         el("ul", {}, attempt.changes.map((text) => el("li", {}, text))))),
@@ -58,6 +58,8 @@
   report.section("overview", (root, data) => {
     root.append(pairs(data.what));
     const parts = [
+      data.evaluation ? [el("h2", {}, "Scores"), table(data.evaluation.columns, data.evaluation.rows)] : null,
+      data.branches.length ? [el("h2", {}, "Branches"), el("ul", {}, data.branches.map((text) => el("li", {}, text)))] : null,
       data.attempts.length ? attempts(data) : [el("h2", {}, "Attempts"), el("p", {}, "None: the run never started.")],
       data.hours.length ? hours(data) : null,
       data.errors.length ? [el("h2", {}, "Errors that cost samples"),
