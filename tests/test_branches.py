@@ -202,11 +202,21 @@ def test_branch_keys_exist_are_documented_and_free_no_other_key() -> None:
     assert len(set(BRANCH_KEYS)) == len(BRANCH_KEYS)
 
 
-@pytest.mark.parametrize("wrong", [0, -1, "newest", 1.5, True, [1]])
-def test_a_wrong_step_is_one_line(wrong: Any) -> None:
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        (0, "expected at least 1, got 0"),
+        ("-1", "expected at least 1, got '-1'"),
+        ("newest", "expected 'latest', got 'newest'"),
+        (1.5, "expected an integer, got a number with a fractional part, got 1.5"),
+        (True, "expected a number, got True"),
+        ([1], "expected an integer, got [1]"),
+    ],
+)
+def test_a_wrong_step_is_one_line(wrong: Any, text: str) -> None:
     with pytest.raises(ConfigError) as error:
         parse({"data": {"train": "task:sort_digits"}, "resume_from": wrong})
-    assert all("resume_from" in line for line in error.value.problems)
+    assert error.value.problems == [f"resume_from: {text}"]
 
 
 def test_starting_over_and_a_branch_contradict() -> None:

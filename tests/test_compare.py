@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -187,6 +188,18 @@ def test_a_torn_last_line_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixt
     ]
     torn.write_bytes(Path(a).read_bytes()[:-1])  # only the line break is missing
     assert compare(capsys, a, str(torn))["overall"]["prompts"] == 2
+
+
+def test_half_characters_are_read_and_scores_that_are_none_are_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a = scored(tmp_path / "a.jsonl", {"s": [[1], [0]]})
+    rows = [line("s", number, 0, 1, error=f"no file {chr(0xD800)}") for number in range(2)]
+    found = compare(capsys, a, write(tmp_path / "b.jsonl", header(), *rows))
+    assert found["overall"]["difference"] == 0.5
+    for score in (math.nan, math.inf, None, "1"):
+        bad = write(tmp_path / "bad.jsonl", header(), {**rows[0], "score": score})
+        assert refused(capsys, a, bad).startswith(f"{bad}:2: not a scored response: ")
 
 
 def test_different_settings_and_errors_are_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,6 +17,7 @@ import hmac
 import html
 import http.server
 import ipaddress
+import os
 import platform
 import secrets
 import sys
@@ -69,8 +70,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     server_version, sys_version = "hpcrl", ""
 
     def do_GET(self) -> None:  # the name is http.server's
-        token, _, rest = unquote(urlsplit(self.path).path.lstrip("/")).partition("/")
-        if not hmac.compare_digest(token.encode(), self.server.token.encode()):
+        token, _, rest = unquote(urlsplit(self.path).path.lstrip("/"), errors="surrogateescape").partition("/")
+        if not hmac.compare_digest(os.fsencode(token), self.server.token.encode()):
             self._answer(HTTPStatus.FORBIDDEN, _message("The address lacks the token that `hpcrl serve` printed."))
             return
         name = rest.removeprefix("run/") if rest.startswith("run/") else None

@@ -10,7 +10,7 @@ import functools
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 
 from hpcrl.config.benchmark_sampling import sampled_benchmarks
 from hpcrl.config.cluster import ClusterConfig, LayoutConfig
@@ -30,6 +30,17 @@ from hpcrl.spec.policy_loss import SURROGATE_KEYS, PolicyLoss
 from hpcrl.spec.tables import ALGORITHMS, PIPELINES, REWARDS, TRACKERS
 
 S = TypeVar("S", bound=Section)
+
+
+def _step_or_word(value: Any) -> str:
+    return "<word>" if isinstance(value, str) and not value.strip().lstrip("+-").isdigit() else "<step>"
+
+
+# Tags keep an error in one branch of the union, as in hpcrl.config.data.
+ResumeFrom = Annotated[
+    Annotated[int, Field(ge=1), NUMBER, Tag("<step>")] | Annotated[Literal["latest"], Tag("<word>")],
+    Discriminator(_step_or_word),
+]
 
 
 class TrackingConfig(Section):
@@ -103,7 +114,7 @@ class Config(Section):
     """The best checkpoint."""
     resume: Literal["auto", "fresh"] = "auto"
     """auto: resume from the run folder; fresh: use a new name."""
-    resume_from: Annotated[int, Field(ge=1), NUMBER] | Literal["latest"] | None = None
+    resume_from: ResumeFrom | None = None
     """Begin a branch: continue from the checkpoint of this step, or the latest; further keys may change, and later work
     is set aside. Repeating the command goes on with the branch; null: resume from the newest checkpoint."""
     resume_reason: Annotated[str, Field(max_length=200)] = ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
@@ -15,6 +16,7 @@ from hpcrl.controller.best_effort import best_effort
 from hpcrl.controller.evaluation import Evaluation
 from hpcrl.controller.evaluation_page import PAGE, evaluation_page
 from hpcrl.controller.rank0_run import Rank0Run
+from hpcrl.data.source import RowOrigin
 from hpcrl.metrics.evaluated import SUMMARY, as_table, summarised
 from hpcrl.metrics.responses import (
     as_lines,
@@ -24,6 +26,7 @@ from hpcrl.metrics.responses import (
     responses_file,
     write_responses,
 )
+from hpcrl.rollout.types import Prompt
 from hpcrl.system.files import naming, write_durably
 from hpcrl.system.log import BARE
 
@@ -42,6 +45,7 @@ class EvaluationRun(Rank0Run):
     ):
         super().__init__(config, run_dir, attempt, tell_agent)
         self._evaluation, self._head = evaluation, evaluation.header(0)
+        self._inputs = {"inputs": inputs_digest(config.model.path, evaluation.prompts)}
         self._wanted: list[tuple[str, int, int]] = []  # by place: set, row and number of responses
         for prompt, origin in evaluation.prompts:
             self._wanted.append((prompt.domain, origin.place, config.eval.of_domain(prompt.domain).samples))
@@ -55,13 +59,16 @@ class EvaluationRun(Rank0Run):
         kept: list[dict[str, Any]] = []
         if self._path.exists():
             head, rows = read_responses(self._path)
-            if head != self._head:
-                raise ValueError(f"{self._path} is of another evaluation; remove it, or use another run_name")
+            if head != self._head | self._inputs:
+                own = {name: value for name, value in head.items() if name != "inputs"}
+                changed = "from before files of the model or of the data changed"
+                cause = changed if own == self._head else "of another evaluation"
+                raise ValueError(f"{self._path} is {cause}; remove it, or use another run_name")
             known = by_prompt(rows)
             for name, row, count in self._wanted:
                 group = known.get((name, row), [])
                 kept += [dict(response) for response in group] if len(group) == count else []
-        write_responses(self._path, self._head, kept)
+        write_responses(self._path, self._head | self._inputs, kept)
         self._rows = kept
         if kept:
             text = f"{self.num_done} of {len(self._wanted)} prompts have their responses from an earlier attempt"
@@ -128,3 +135,17 @@ class EvaluationRun(Rank0Run):
         summary = json.loads((self.run_dir / SUMMARY).read_bytes())
         files = [f"responses {responses_file(self.run_dir, 0)}", f"page {self.run_dir / PAGE}"]
         return "\n".join(["", *as_table(summary), "", *files])
+
+
+def inputs_digest(model: str | None, prompts: Sequence[tuple[Prompt, RowOrigin]]) -> str:
+    """A digest of what responses and scores depend on and the header does not name: names, sizes and times of the files
+    in the model's folder, and the prompts with their gold answers."""
+    digest = hashlib.sha256()
+    folder = Path(model) if model is not None else None
+    for path in sorted(folder.iterdir()) if folder is not None and folder.is_dir() else ():
+        known = path.stat()
+        digest.update(f"{path.name} {known.st_size} {known.st_mtime_ns}\n".encode(errors="surrogateescape"))
+    for prompt, origin in prompts:
+        told = [prompt.domain, origin.place, prompt.text, prompt.messages, prompt.answer, prompt.extra]
+        digest.update(json.dumps(told, sort_keys=True, default=str).encode() + b"\n")
+    return digest.hexdigest()

@@ -131,7 +131,8 @@ def control(
 
 def _timeline(world: World, config: Config, layout: RoleLayout, run_dir: Path, attempt: int) -> Recorder | None:
     """The recorder of what the ranks do; None if the run records nothing."""
-    if not config.timeline.enabled or PIPELINES[config.pipeline].rank0_only:
+    pipeline = PIPELINES[config.pipeline]
+    if not config.timeline.enabled or pipeline.rank0_only or not pipeline.trains:
         return None
     roles = [layout.roles_of(rank) for rank in range(world.size)]
     fence = functools.partial(check_owner, run_dir, attempt)

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from hpcrl.system.files import open_regular
+
 By = Literal["prompt", "row"]
 """What identifies a prompt of a set: its content, or its row in the set's file."""
 
@@ -59,7 +61,7 @@ def lines_of(file: Path) -> Iterator[FileLine]:
     """The lines of a file that are not empty. ValueError if it cannot be read."""
     offset = 0
     try:
-        with file.open("rb") as lines:
+        with open_regular(file) as lines:
             for number, content in enumerate(lines, 1):
                 if content.strip():
                     yield FileLine(number, offset, content, content.endswith(b"\n"))

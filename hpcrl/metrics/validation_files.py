@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from hpcrl.metrics.compared_side import By, ComparedResponse, ComparedSide, ResponseTexts, as_text, line_at, lines_of
+from hpcrl.metrics.compared_side import (
+    By,
+    ComparedResponse,
+    ComparedSide,
+    ResponseTexts,
+    as_text,
+    line_at,
+    lines_of,
+    object_of,
+)
 from hpcrl.metrics.responses import FOLDER, FORMAT, evaluated_steps, responses_file
 
 
@@ -63,13 +73,25 @@ def read_validation(file: Path, by: By = "prompt") -> ComparedSide:
             if not line.ended:
                 side.torn = file
                 break
-            raise ValueError(f"{file}:{line.number}: not a scored response: {error}") from error
+            if (found := _with_surrogates(line.content)) is None:
+                raise ValueError(f"{file}:{line.number}: not a scored response: {error}") from error
+            row = found
         key = row.prompt_id if by == "prompt" else str(row.row)
-        found = ComparedResponse(row.score, row.error is not None, file, line.offset)
-        side.prompts.setdefault(row.set, {}).setdefault(key, []).append(found)
+        response = ComparedResponse(row.score, row.error is not None, file, line.offset)
+        side.prompts.setdefault(row.set, {}).setdefault(key, []).append(response)
     if not side.prompts:
         raise ValueError(f"{file}: a header, but no responses")
     return side
+
+
+def _with_surrogates(line: bytes) -> _Scored | None:
+    """A response with half characters, as in an error's text with a file name that is no Unicode: Python's json writes
+    them, and msgspec refuses them. None if the line is invalid for another reason."""
+    try:
+        row = msgspec.convert(object_of(line), type=_Scored)
+    except (ValueError, msgspec.ValidationError):
+        return None
+    return row if math.isfinite(row.score) else None
 
 
 def validation_texts(response: ComparedResponse) -> ResponseTexts:

@@ -78,7 +78,10 @@ def _extremes(part: Sequence[tuple[int, float | None]]) -> list[tuple[int, float
 
 def _rounded(value: Any) -> float | None:
     """Six significant digits, which a chart cannot show either."""
-    if not isinstance(value, (int, float)) or not math.isfinite(value):
+    try:
+        if not isinstance(value, (int, float)) or not math.isfinite(value):
+            return None
+    except OverflowError:  # a damaged line: an integer larger than every float
         return None
     short = float(f"{value:.6g}")
     return int(short) if short.is_integer() and abs(short) < 1e15 else short

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from urllib.parse import quote
@@ -55,6 +56,5 @@ def index(title: str, entries: Sequence[IndexEntry], notes: Sequence[str] = (), 
 
 
 def _link(address: str) -> str:
-    """A relative address for an attribute; the part after a `?` is already quoted."""
-    path, mark, query = address.partition("?")
-    return html.escape(f"./{quote(path)}{mark}{query}")
+    """The path of a page beside this one, for an attribute."""
+    return html.escape(f"./{quote(os.fsencode(address))}")

@@ -84,7 +84,8 @@ def document(title: str, body: Iterable[str], scripts: Sequence[str] = ()) -> st
         "</body>",
         "</html>",
     ]
-    return "\n".join(parts) + "\n"
+    text = "\n".join(parts) + "\n"
+    return text.encode(errors="backslashreplace").decode()  # a folder's name may be no Unicode
 
 
 def asset(name: str) -> str:

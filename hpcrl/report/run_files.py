@@ -17,6 +17,7 @@ from hpcrl.config.renamed_keys import with_new_names
 from hpcrl.metrics.log import METRICS, read_metrics
 from hpcrl.run_folder import CONFIG, FACTS, FINISHED, OUTCOME, OWNERS, PLAN, SUBMITTED, VERDICT, world_folder
 from hpcrl.run_folder.user_errors import ERRORS, read_errors
+from hpcrl.system.files import open_regular
 
 MARKS = (CONFIG, SUBMITTED, PLAN, OWNERS)
 """A folder with one of these is a run folder; the last three exist before the first attempt has begun."""
@@ -160,7 +161,7 @@ class RunFiles:
         if (path := self.file(name)) is None:
             return ""
         try:
-            with open(path, "rb") as file:
+            with open_regular(path) as file:
                 return file.read(max_bytes).decode(errors="replace")
         except (FileNotFoundError, NotADirectoryError):
             return ""
@@ -173,7 +174,7 @@ class RunFiles:
         if (path := self.file(name)) is None:
             return ""
         try:
-            with open(path, "rb") as file:
+            with open_regular(path) as file:
                 size = file.seek(0, os.SEEK_END)
                 file.seek(max(size - max_bytes, 0))
                 found = file.read(max_bytes).decode(errors="replace")
@@ -206,7 +207,7 @@ class RunFiles:
             return
         damaged = 0
         try:
-            with open(path, "rb") as file:
+            with open_regular(path) as file:
                 for line in file:
                     try:
                         found = json.loads(line) if line.endswith(b"\n") else {}

@@ -7,6 +7,7 @@ import io
 from pathlib import Path
 
 from hpcrl.report.run_files import RunFiles
+from hpcrl.system.files import open_regular
 
 MAX_SIDE, MIN_SIDE = 256, 112
 """A copy's longer side in pixels; smaller pictures are enlarged by a whole factor to about MIN_SIDE."""
@@ -43,7 +44,7 @@ def _small(path: Path, max_side: int) -> str:
     from PIL import Image
 
     try:
-        with Image.open(path, formats=["PNG"]) as opened:
+        with open_regular(path) as file, Image.open(file, formats=["PNG"]) as opened:
             image = opened.convert("RGB")
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError):
         return ""

@@ -17,6 +17,7 @@ import h5py
 import numpy as np
 
 from hpcrl.rollout.types import PromptOutcome
+from hpcrl.system.files import open_regular
 
 T = TypeVar("T")
 SCHEMA_VERSIONS = {"rollouts": 2, "outcomes": 2}
@@ -84,11 +85,16 @@ def own(file: h5py.File, name: str) -> h5py.Dataset:
 def reading(path: Path, kind: str, read: Callable[[h5py.File], T]) -> T:
     """The result of `read` on an open file; ValueError names a file that is damaged or has another schema."""
     try:
-        with h5py.File(path, "r", locking=False) as file:
+        with _opened(path) as file:
             check_schema(file, path, kind)
             return read(file)
     except ERRORS as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
+
+
+def _opened(path: Path) -> h5py.File:
+    open_regular(path).close()
+    return h5py.File(path, "r", locking=False)
 
 
 def check_schema(file: h5py.File, path: Path, kind: str) -> None:
@@ -196,7 +202,7 @@ def open_step(folder: Path, paths: Sequence[Path] | None = None) -> Iterator[Ste
         files: dict[Path, h5py.File] = {}
         for path in sorted(folder.glob("rank_*.h5")) if paths is None else paths:
             try:
-                files[path] = stack.enter_context(h5py.File(path, "r", locking=False))
+                files[path] = stack.enter_context(_opened(path))
                 check_schema(files[path], path, "rollouts")
             except ERRORS as error:
                 raise ValueError(f"{path} cannot be read: {error}") from error

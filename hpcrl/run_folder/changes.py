@@ -16,6 +16,7 @@ from hpcrl.run_folder.branches import BRANCH_KEYS, OPENING_KEYS
 from hpcrl.run_folder.records import CONFIG
 from hpcrl.spec.table import SpecError
 from hpcrl.spec.tables import GEN_ENGINES, TRAIN_ENGINES
+from hpcrl.system.files import open_regular
 
 _DIVISION = (
     "trainer.max_tokens_per_micro_batch",
@@ -81,7 +82,8 @@ def stored_config(run_dir: Path) -> Config:
 def read_config(folder: Path) -> dict[str, Any]:
     """config.yaml, with the keys of this version. ConfigError if it is damaged."""
     try:
-        stored = yaml.safe_load((folder / CONFIG).read_text())
+        with open_regular(folder / CONFIG) as file:
+            stored = yaml.safe_load(file.read().decode())
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise ConfigError([f"{folder / CONFIG} cannot be read: {' '.join(str(error).split())}"]) from error
     if not isinstance(stored, dict):

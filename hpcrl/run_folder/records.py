@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcrl.config import ConfigError
-from hpcrl.system.files import write_durably
+from hpcrl.system.files import open_regular, write_durably
 
 CONFIG, PLAN, FACTS, FINISHED, OWNERS = "config.yaml", "plan.txt", "facts.json", "finished.json", "owners"
 SLURM, LOGS = "slurm", "logs"
@@ -121,7 +121,8 @@ def read_record(path: Path, **needs: type) -> dict[str, Any]:
     """The object in a file of the run folder; empty if the file is missing or empty. ConfigError if the file is not an
     object, or a required value is missing or of another type."""
     try:
-        text = path.read_text()
+        with open_regular(path) as file:
+            text = file.read().decode()
         found = json.loads(text) if text else {}
         if not isinstance(found, dict):
             raise ValueError("it contains no object")

@@ -11,12 +11,13 @@ import random
 import re
 import resource
 import shutil
+import stat
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from hpcrl.system.clock import AwakeClock
 
@@ -61,6 +62,16 @@ def fsync_path(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """A file of a folder that others write, open for reading. OSError for anything but a regular file: opening a named
+    pipe would wait for a writer, and a device may have no end."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return open(descriptor, "rb")
 
 
 def find_room(folder: Path, num_bytes: int, reserve: bool) -> tuple[int, str]:

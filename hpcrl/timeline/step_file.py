@@ -6,6 +6,7 @@ microseconds of rank 0's clock since the step's beginning, and negative before i
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from hpcrl.system.files import step_name
+from hpcrl.system.files import open_regular, step_name
 
 FOLDER = "timeline"
 FORMAT = 1
@@ -198,9 +199,10 @@ def encode(step: StepTimeline) -> bytes:
 def read_step(path: Path) -> StepTimeline:
     """A step's timeline; unreadable lines are counted and left out. ValueError if the file has no valid first line,
     OSError if it cannot be read."""
-    if (size := path.stat().st_size) > MAX_FILE_BYTES:
-        raise ValueError(f"{path}: {size / 2**20:.0f} MiB, at most {MAX_FILE_BYTES >> 20} MiB are read")
-    first, *lines = path.read_bytes().split(b"\n")
+    with open_regular(path) as file:
+        if (size := os.fstat(file.fileno()).st_size) > MAX_FILE_BYTES:
+            raise ValueError(f"{path}: {size / 2**20:.0f} MiB, at most {MAX_FILE_BYTES >> 20} MiB are read")
+        first, *lines = file.read().split(b"\n")
     try:
         header = msgspec.json.decode(first, type=StepHeader, strict=False)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -82,7 +84,8 @@ def test_whatever_a_kill_leaves_the_files_are_the_same(run_dir: Path, left: int)
     """The partial file is cut at any byte after its header."""
     run = make(run_dir, Answers())
     run.store(run.respond(run.next_prompts()))
-    whole, begin = partial_file(run_dir).read_bytes(), len(as_lines([header("m", 0, SETS)]))
+    whole = partial_file(run_dir).read_bytes()
+    begin = whole.index(b"\n") + 1
     partial_file(run_dir).write_bytes(whole[: min(begin + left, len(whole))])
     answers = Answers()
     evaluate(make(run_dir, answers))
@@ -109,6 +112,30 @@ def test_a_partial_file_of_something_else_is_refused(run_dir: Path, content: byt
     with pytest.raises(ValueError, match=line):
         make(run_dir, Answers())
     assert partial_file(run_dir).read_bytes() == content
+
+
+def test_responses_of_other_weights_or_prompts_are_not_mixed(run_dir: Path, tmp_path: Path) -> None:
+    (model := tmp_path / "model").mkdir()
+    (model / "model.safetensors").write_bytes(b"1")
+
+    def begin(answer: str = "") -> EvaluationRun:
+        answers = Answers()
+        answers.prompts[4] = (replace(answers.prompts[4][0], answer=answer), answers.prompts[4][1])
+        words = ["pipeline=evaluate", "data.val=x.jsonl", "eval.sets.b={samples:2,temperature:1}"]
+        config = load([*words, f"model.path={model}"])
+        return EvaluationRun(config, run_dir, 1, lambda: None, cast(Evaluation, answers))
+
+    run = begin()
+    run.store(run.respond(run.next_prompts()))
+    before = partial_file(run_dir).read_bytes()
+    assert begin().num_done == 3
+    said = "partial.jsonl is from before files of the model or of the data changed; remove it, or use another run_name"
+    with pytest.raises(ValueError, match=said):
+        begin(answer="2")
+    os.utime(model / "model.safetensors", (1, 1))  # other weights of the same size
+    with pytest.raises(ValueError, match=said):
+        begin()
+    assert partial_file(run_dir).read_bytes() == before
 
 
 def test_a_signal_stops_between_two_parts_and_another_owner_gets_no_rows(run_dir: Path) -> None:

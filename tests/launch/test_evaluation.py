@@ -85,6 +85,11 @@ def test_no_rank_trains_and_generators_take_the_trainers_ranks(words: list[str],
         "data.train=task:sort_digits",
         "trackers=[wandb]",
         "model.dtype=bfloat16",
+        "timeline.enabled=true",
+        "profile.steps=[1]",
+        "keep_best.metric=val/score/mean",
+        "resume_from=3",
+        "resume_reason=x",
     ],
 )
 def test_keys_of_training_are_reported(word: str) -> None:

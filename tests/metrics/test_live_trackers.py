@@ -59,6 +59,17 @@ def test_prometheus_reads_the_newest_step_from_port_and_file(tmp_path: Path) -> 
         urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10)
 
 
+def test_a_port_in_use_is_named_with_its_key(tmp_path: Path) -> None:
+    pytest.importorskip("prometheus_client")
+    first = Prometheus(run_in(tmp_path), PrometheusConfig(port=0))
+    try:
+        said = f"tracking.prometheus.port={first.port} of .* cannot be used: Address already in use; use another"
+        with pytest.raises(OSError, match=said):
+            Prometheus(run_in(tmp_path), PrometheusConfig(port=first.port))
+    finally:
+        first.close()
+
+
 def test_without_a_port_nothing_listens_and_the_file_may_be_elsewhere(tmp_path: Path) -> None:
     pytest.importorskip("prometheus_client")
     tracker = Prometheus(run_in(tmp_path), PrometheusConfig(textfile=str(tmp_path / "textfile" / "hpcrl.prom")))

@@ -32,7 +32,8 @@ def test_thinned_by_hand() -> None:
 
 def test_points_keep_gaps_and_six_digits() -> None:
     rows = [{"step": 1, "a": 0.123456789}, {"step": 2}, {"step": 3, "a": None}, {"step": 4, "a": 2.0}]
-    assert points(rows, "a") == [(1, 0.123457), (3, None), (4, 2)]
+    rows.append({"step": 5, "a": 10**400})  # no float is so large
+    assert points(rows, "a") == [(1, 0.123457), (3, None), (4, 2), (5, None)]
 
 
 def test_the_section_of_a_run(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -10,9 +11,11 @@ from typing import Any, cast
 
 import pytest
 
+from hpcrl.commands.report import state_in_words
 from hpcrl.report.page import embedded, page
 from hpcrl.report.run_files import RunFiles
 from hpcrl.report.section import ReportSection
+from tests.report.synthetic import write_run
 
 HOSTILE = "</script><script>alert(1)</script><!-- <img src=x onerror=alert(2)>"
 
@@ -47,6 +50,23 @@ def test_embedded_data_is_json_for_every_browser() -> None:
     assert embedded({"a": float("nan"), "b": [float("inf"), 1.5], "c": ("x", Path("p"))}) == (
         '{"a":null,"b":[null,1.5],"c":["x","p"]}'
     )
+
+
+PIPES = ("config.yaml", "facts.json", "finished.json", "errors.json", "owners/0001", "plan.txt")
+PIPES_IN_FOLDERS = ("timeline/step_000003.jsonl", "validation/step_000003.jsonl", "rollouts/step_000003/rank_0000.h5")
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("name", [*PIPES, *PIPES_IN_FOLDERS, "slurm/job-50.log", "abandoned/3/metrics.jsonl"])
+def test_a_named_pipe_is_not_waited_for(tmp_path: Path, name: str) -> None:
+    folder = write_run(tmp_path / "run")
+    (folder / name).parent.mkdir(parents=True, exist_ok=True)
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+    state_in_words(folder)
+    run = RunFiles(folder)
+    assert "report-head" in page([run])
+    assert any(name in problem and "not a regular file" in problem for problem in run.problems)
 
 
 def test_a_section_that_fails_is_named_and_the_others_are_shown(tmp_path: Path) -> None:

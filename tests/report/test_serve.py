@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gzip
+import html
 import http.client
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -117,6 +119,17 @@ def test_links_in_a_run_that_lead_out_are_not_followed(runs: Path) -> None:
     problems = {problem.partition(":")[0].partition("/")[0] for problem in found["report-head"]["runs"][0]["problems"]}
     assert problems == {"abandoned", "errors.json", "plan.txt"}
     assert found["data-0-overview"]["attempts"][0]["end"] == "preempted"
+
+
+def test_names_that_addresses_and_pages_must_quote(runs: Path) -> None:
+    for name in (b"bad\xff<b>", b"a b%2f&#?'\""):
+        write_run(runs / "made").rename(os.fsdecode(bytes(runs) + b"/" + name))
+    with serving(LivePages(runs, known)) as server:
+        status, _, index = get(server, "/secret/")
+        assert status == 200 and "bad\\udcff&lt;b&gt;" in index
+        links = [html.unescape(link) for link in re.findall(r'href="\./(run/[^"]*)"', index)]
+        assert {"run/bad%FF%3Cb%3E", "run/a%20b%252f%26%23%3F%27%22"} < set(links)
+        assert [get(server, f"/secret/{link}")[0] for link in links] == [200] * len(links)
 
 
 def test_a_page_follows_its_run(runs: Path) -> None:

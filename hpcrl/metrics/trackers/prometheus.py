@@ -29,7 +29,11 @@ class Prometheus:
         self._file.parent.mkdir(parents=True, exist_ok=True)
         self._server: Any = None
         if section.port is not None:
-            self._server, _ = start_http_server(section.port, section.address, self._registry)
+            try:
+                self._server, _ = start_http_server(section.port, section.address, self._registry)
+            except OSError as error:
+                place = f"tracking.prometheus.port={section.port} of {section.address}"
+                raise OSError(error.errno, f"{place} cannot be used: {error.strerror or error}; use another") from error
 
     @property
     def port(self) -> int | None:
