@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from hpcrl.messaging.trace import UnansweredCommand
-from hpcrl.node.hang_report import as_ranges, describe, does, who_waits, write_hang_report
+from hpcrl.node.hang_report import BUDGET_S, as_ranges, describe, does, who_waits, write_hang_report
 from hpcrl.node.stack_requests import (
     ANSWERS,
     KILLED,
@@ -115,8 +115,8 @@ def test_a_stopped_process_and_one_that_has_ended_give_a_reason_instead(hanging:
     while read_stacks(hanging.process.pid, hanging.page).missing != "the process is stopped by a signal":
         time.sleep(0.01)
     began = time.monotonic()
-    assert read_stacks(hanging.process.pid, hanging.page).stacks == ""
-    assert time.monotonic() - began < 0.5
+    assert read_stacks(hanging.process.pid, hanging.page, 60).stacks == ""
+    assert time.monotonic() - began < 20, "does not wait for an answer"
     os.kill(hanging.process.pid, signal.SIGCONT)
     assert "in computes" in read_stacks(hanging.process.pid, hanging.page, 20).stacks
     hanging.process.kill()
@@ -332,7 +332,7 @@ def test_the_report_names_ranks_without_an_answer_and_takes_no_longer_than_its_b
         prompts=[f"prompt {n}" for n in range(50)],
         responses={2: 7},
     )
-    assert time.monotonic() - began < 6
+    assert time.monotonic() - began < 2 * BUDGET_S, "the budget, and a moment of a busy machine"
     path = hang_path(attempt.run_dir, 1)
     assert told == f"stacks of all ranks: {path}"
     text = path.read_text()

@@ -51,7 +51,7 @@ def events(path: Path) -> list[dict[str, Any]]:
 def test_a_profiled_step_has_the_products_of_its_commands_and_the_run_is_the_same(
     tmp_path: Path, digit_model: Path, digit_data: Path
 ) -> None:
-    plain = finished(tmp_path, "plain", digit_model, digit_data)
+    plain = finished(tmp_path, "plain", digit_model, digit_data, "timeline.enabled=false")
     words = "profile.steps=[2]", "profile.ranks=[trainer,0]", "profile.memory=true"
     run = finished(tmp_path, "profiled", digit_model, digit_data, *words)
     folders = [tmp_path / name for name in ("plain", "profiled")]
@@ -60,6 +60,7 @@ def test_a_profiled_step_has_the_products_of_its_commands_and_the_run_is_the_sam
     norms = [[row["actor/grad_norm"] for row in read_metrics(folder)[1:]] for folder in folders]
     assert norms[0] == norms[1] and len(norms[0]) == 3
     assert "profile of" not in plain.text and not (folders[0] / "profiles").exists()
+    assert [(folder / "timeline").exists() for folder in folders] == [False, True], "nor does a timeline change it"
 
     written = sorted(path.relative_to(folders[1] / "profiles") for path in (folders[1] / "profiles").rglob("*.*"))
     assert written == [Path("step_000002/rank_0000.json.gz")]

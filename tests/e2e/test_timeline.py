@@ -13,6 +13,7 @@ from hpcrl.system.exit_codes import ExitCode
 from hpcrl.timeline.step_file import ChunkRow, CommandRow, StepTimeline, path_of, read_step, recorded_steps
 from hpcrl.timeline.waiting import role_shares
 from tests.e2e.program import Start
+from tests.report.test_samples import check_samples
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -68,7 +69,7 @@ def check_commands(steps: list[StepTimeline]) -> None:
         assert "?" not in {row.name for step in steps for row in step.commands}
 
 
-def test_engines_without_a_model_leave_a_complete_timeline(tmp_path: Path) -> None:
+def test_engines_without_a_model_leave_a_complete_timeline_and_samples(tmp_path: Path) -> None:
     words = ["+experiment=demo", "model=tiny", "debug=fake", "max_steps=3", "eval.num_prompts=16"]
     words += ["rollout.num_prompts=8", "timeline.keep_steps=3"]
     start = Start(tmp_path / "run", words)
@@ -85,6 +86,7 @@ def test_engines_without_a_model_leave_a_complete_timeline(tmp_path: Path) -> No
         scored = {work.sample for work in step.works}
         assert {sample.sample for sample in step.samples if sample.fate in ("trained", "filtered")} <= scored
     assert Counter(sample.fate for sample in steps[0].samples)["validated"] == 32  # greedy and sampled
+    check_samples(tmp_path / "run", num_steps=3, per_step=64)
 
 
 def test_a_killed_run_leaves_no_timeline_of_an_abandoned_step(
@@ -115,10 +117,3 @@ def test_a_killed_run_leaves_no_timeline_of_an_abandoned_step(
     assert {chunk.rank for step in steps for chunk in step.chunks} == {
         rank.rank for rank in steps[-1].header.ranks if "generator" in rank.roles
     }
-
-
-def test_a_run_that_records_nothing_has_no_folder(tmp_path: Path) -> None:
-    words = ["+experiment=demo", "model=tiny", "debug=fake", "layout=single", "max_steps=1", "eval_every=0"]
-    start = Start(tmp_path / "run", [*words, "timeline.enabled=false", "rollout.num_prompts=2"])
-    assert start.wait() == ExitCode.DONE, start.text
-    assert not (tmp_path / "run" / "timeline").exists()

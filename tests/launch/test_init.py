@@ -44,8 +44,8 @@ def test_the_project_learns_with_the_commands_of_its_readme(tmp_path: Path) -> N
     told = json.loads(run(folder, *rows, "--json"))
     assert (told["overlap"], told["data.train"]["repeated"], told["data.val"]["num_refused"]) == (0, 0, 0)
     assert "2 responses: mean reward 0.6667, mean score 0.5, 0 errors" in run(folder, *score)
-    run(folder, *sft)
-    run(folder, *rl, "max_steps=20", "layout=single")
+    run(folder, *sft, "sft.stop_score=0.1", "eval.num_prompts=100")
+    run(folder, *rl, "max_steps=10", "eval_every=5", "layout=single")
     scores = [row["val/score/mean"] for row in read_metrics(folder / "runs" / "rl") if "val/score/mean" in row]
     assert len(scores) == 3
     assert scores[-1] > scores[0] + 0.05

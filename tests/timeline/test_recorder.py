@@ -197,14 +197,14 @@ def test_the_writer_never_blocks_and_reports_once_what_it_cannot_write(
     may_write = threading.Event()
 
     def fence() -> None:
-        assert may_write.wait(10.0)
+        assert may_write.wait(60.0)
 
     writer = TimelineWriter(tmp_path, 50, fence)
     with caplog.at_level(logging.WARNING):
         began = time.monotonic()
         for step in range(1, 8):
             writer.put(recorded(step))
-        assert time.monotonic() - began < 1.0
+        assert time.monotonic() - began < 20, "does not wait for the writer"
         may_write.set()
         writer.close(10.0)
     written = recorded_steps(tmp_path)
