@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from hpcrl.commands import track
 from hpcrl.config import Config, ConfigError, parse
@@ -153,5 +154,6 @@ def test_otlp_needs_the_network() -> None:
 
 @pytest.mark.parametrize("name", ["prometheus", "otlp"])
 def test_a_finished_run_is_not_uploaded(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config_of("tensorboard").model_dump(mode="json")))
     assert track.main([str(tmp_path), name]) == ExitCode.BAD_INPUT
     assert f"{name} has only present values" in capsys.readouterr().err
