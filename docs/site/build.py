@@ -19,7 +19,7 @@ from check import problems_of
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = Path(__file__).with_name("mkdocs.yml")
-ASSETS = (".css", ".js", ".png", ".svg")
+ASSETS = (".css", ".js", ".png", ".svg", ".webp")
 LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(([^)\s#:]+)\)")
 LIST = re.compile(r"[-*] |1\. ")
 KEY_ROW = re.compile(r"^\| `([\w.]+)` \|", re.M)

@@ -137,8 +137,10 @@ def test_a_step_needs_no_more_memory_than_planned(
     batch, shape = rows_of(folder, 2 * NUM_ROWS), shape_of(str(folder), "model.path")
     peak = step_peak_of(make_engine(folder, **settings), batch, tmp_path)
     planned = planned_peak(shape, batch.num_tokens // batch.num_sequences, **settings)
-    # Without AVX-512, torch's convolution in bfloat16 makes fewer copies of patches (planned over measured 1.31, 1.51).
-    few_copies = "param_dtype" in settings and torch.backends.cpu.get_cpu_capability() != "AVX512"
+    # With AVX2 alone, torch's convolution in bfloat16 makes fewer copies of patches (planned over measured 1.31, 1.51);
+    # an AMD EPYC with AVX-512 has the same ratios for Qwen2.5-VL, and at most 1.1 for Qwen3-VL.
+    maybe = family == "qwen2_5_vl" or torch.backends.cpu.get_cpu_capability() != "AVX512"
+    few_copies = "param_dtype" in settings and maybe
     assert 1.0 <= planned / peak <= (1.6 if few_copies else 1.1)
 
 
