@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hpcrl.metrics.stats import Stat, Stats
 from hpcrl.rollout.batch import STATUS, Batch, Norms
+from hpcrl.spec.divergence import Divergence
 
 Coefficients = Mapping[str, float]
 """Numbers by name that an algorithm changes from step to step, such as the KL scale. Rank 0 holds them, sends them with
@@ -101,11 +102,28 @@ class Outputs:
             with gradients.
         entropy: float32 [T], nats, of softmax(logits / temperature), without top-p, top-k and min-p.
         values: float32 [T], from a critic.
+        divergence: float32 [T], nats, of the student from the teacher (Objective.divergence), 0 outside loss_mask.
     """
 
     logprobs: Tensor
     entropy: Tensor | None = None
     values: Tensor | None = None
+    divergence: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class TeacherHead:
+    """A teacher's output head: softcap(states @ weight.T + bias) * scale, with softcap(z) = cap * tanh(z / cap).
+
+    Args:
+        weight: [V, D], of the teacher's vocabulary and width.
+        bias: [V].
+    """
+
+    weight: Tensor
+    bias: Tensor | None = None
+    softcap: float | None = None
+    scale: float = 1.0
 
 
 class Adaptive:
@@ -145,6 +163,10 @@ class Objective(Adaptive, ABC):
     """Optional fields of Outputs that the loss needs, with gradients."""
     logged: frozenset[str] = frozenset()
     """Optional fields of Outputs that are only logged, and computed without gradients."""
+    divergence: Divergence | None = None
+    """What Outputs.divergence is; its form is top_k or full. The batch then has the teacher's fields of this form."""
+    teacher_head: TeacherHead | None = None
+    """Of the form full. Set before the first step, on each trainer rank, on the engine's device."""
     num_epochs: int = 1
     """Passes over the batch of a step."""
     num_mini_batches: int = 1

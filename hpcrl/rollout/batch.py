@@ -84,6 +84,9 @@ class Batch:
         old_logprobs: Tensor | None
         old_entropies: Tensor | None
         ref_logprobs: Tensor | None
+        teacher_topk_ids: Tensor | None
+        teacher_topk_logprobs: Tensor | None
+        teacher_states: Tensor | None
         values: Tensor | None
         advantages: Tensor | None
         returns: Tensor | None
@@ -210,7 +213,7 @@ class Batch:
             if field.ragged and bool((self.columns[field.counts.name] < 0).any()):
                 raise ValueError(f"batch.{field.counts.name} has a negative number")
             size, dtype = int(self.cu(field.name)[-1]), getattr(torch, field.dtype)
-            several = field.any_width and tensor.dim() == 2 and tensor.shape[1] > 1
+            several = field.any_width and tensor.dim() == 2
             shape = (size, tensor.shape[1]) if several else field.shape(size)
             if tensor.shape != shape or tensor.dtype != dtype:
                 wanted = f"{dtype} {[*shape]}"

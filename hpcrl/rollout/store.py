@@ -78,7 +78,7 @@ def write_rollouts(
     with _new_file(folder / f"rank_{rank:05d}.h5", "rollouts", about) as file:
         _put(file, "cu_seqlens", batch.cu_seqlens.cpu().numpy())
         for spec in FIELDS.values():
-            if spec.name in batch.columns:
+            if spec.name in batch.columns and spec.stored:
                 array = batch.columns[spec.name].detach().cpu().numpy()
                 _put(file, spec.name, array.astype(STORED.get(spec.dtype, spec.dtype), copy=False))
                 file[spec.name].attrs.update(_about(spec, *array.shape[1:]))

@@ -164,6 +164,9 @@ class TrainEngineSpec(Spec):
     (hpcrl.engines.train.training_engine.LocalWeights)."""
     computes: frozenset[str] = frozenset()
     """The optional outputs (hpcrl.algorithms.interface.Outputs) that the engine computes for an objective."""
+    teaches: frozenset[str] = frozenset({"sampled"})
+    """The forms of a divergence (hpcrl.spec.divergence) for which it can be a teacher's engine; all but `sampled` need
+    the methods of hpcrl.engines.train.training_engine.Teaches."""
     deterministic: bool = False
     """Whether its results can be bitwise reproducible (deterministic=true)."""
     float32_head: bool = False

@@ -46,6 +46,7 @@ class Field:
         width: Numbers per value; if above 1, arrays have a second dimension.
         any_width: Whether arrays may have a second dimension of any size.
         ragged: Whether a row has any number of values, also none; declare() adds `<name>_counts` with that number.
+        stored: Whether files of rollouts have it.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Field:
     width: int = 1
     any_width: bool = False
     ragged: bool = False
+    stored: bool = True
 
     def shape(self, count: int) -> tuple[int, ...]:
         """Shape of an array of this many values."""
@@ -252,6 +254,36 @@ declare(
         "the trainer's entropies before the step, nats; only with `algorithm.entropy_share`",
     ),
     Field("ref_logprobs", "float32", Level.TOKEN, Origin.TRAINING, "the reference's log-probs"),
+    Field(
+        "teacher_topk_ids",
+        "int32",
+        Level.TOKEN,
+        Origin.TRAINING,
+        "the teacher's k most probable tokens, descending; only with a teacher's top-k; not in files",
+        optional=True,
+        any_width=True,
+        stored=False,
+    ),
+    Field(
+        "teacher_topk_logprobs",
+        "float32",
+        Level.TOKEN,
+        Origin.TRAINING,
+        "the teacher's log-probs of these tokens; only with a teacher's top-k; not in files",
+        optional=True,
+        any_width=True,
+        stored=False,
+    ),
+    Field(
+        "teacher_states",
+        "float32",
+        Level.TOKEN,
+        Origin.TRAINING,
+        "the teacher's final hidden state before the token; only with a teacher's whole vocabulary; not in files",
+        optional=True,
+        any_width=True,
+        stored=False,
+    ),
     Field("values", "float32", Level.TOKEN, Origin.TRAINING, "the critic's values"),
     Field("advantages", "float32", Level.TOKEN, Origin.TRAINING, "advantage of each token"),
     Field("returns", "float32", Level.TOKEN, Origin.TRAINING, "returns of each token"),

@@ -4,7 +4,7 @@ order. The ranks of a data-parallel rank (hpcrl.spec.division) get equal batches
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
@@ -130,6 +130,35 @@ class ValueEngine(Protocol):
         """float32 [T] on the host, like the batch: at tokens of loss_mask in the rows of micro_batches, the value of
         the state before the token; 0 elsewhere. Ranks that hold no outputs may return None. Collective over the
         engine's ranks. No gradients."""
+
+
+@runtime_checkable
+class Teaches(Protocol):
+    """An engine that tells what a divergence (hpcrl.spec.divergence) over several words needs of a teacher. Both
+    methods are collective over the engine's ranks, and compute the tokens of loss_mask in the rows of micro_batches;
+    all other values are 0. Results are on the host, like the batch. Ranks that hold no outputs may return None. No
+    gradients."""
+
+    def top_k(
+        self, batch: Batch, micro_batches: MicroBatches, k: int, temperature: float
+    ) -> tuple[Tensor, Tensor] | None:
+        """(int32 [T, k], float32 [T, k]): before each token, the k most probable tokens, descending, and their
+        log-softmax(logits / temperature). ValueError if the vocabulary has fewer."""
+
+    def final_states(self, batch: Batch, micro_batches: MicroBatches) -> Tensor | None:
+        """float32 [T, D]: the state before each token to which the output head
+        (hpcrl.engines.train.teacher_head) is applied."""
+
+
+def assemble_rows(batch: Batch, micro_batches: MicroBatches, values: Iterable[Tensor], like: Tensor) -> Tensor:
+    """[T, ...] on the host: each micro-batch's values for the tokens of its rows, 0 for rows in none of them.
+    `like` [n, ...] has the dtype and the width."""
+    lengths = batch.lengths.tolist()
+    pieces = [like.new_zeros(length, *like.shape[1:]) for length in lengths]
+    for rows, computed in zip(micro_batches, values, strict=False):
+        for row, piece in zip(rows, torch.split(computed, [lengths[row] for row in rows]), strict=True):
+            pieces[row] = piece
+    return torch.cat(pieces) if pieces else like[:0]
 
 
 def check_micro_batches(micro_batches: MicroBatches, num_rows: int) -> list[int]:

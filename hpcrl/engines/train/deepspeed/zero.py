@@ -37,15 +37,20 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class ZeroCausalLM(PackedCausalLM):
-    """Both forward passes in one method, because DeepSpeed gathers parameters only when the module is called."""
+    """All forward passes in one method, because DeepSpeed gathers parameters only when the module is called."""
 
-    def forward(self, token_ids: Tensor, *packed: Any) -> Any:
-        """PackedCausalLM.forward, or own_logprobs if only token_ids are given."""
-        return super().forward(token_ids, *packed) if packed else super().own_logprobs(token_ids)
+    def forward(self, *given: Any, of: str = "forward") -> Any:
+        """The method `of` of PackedCausalLM, with its arguments."""
+        return getattr(super(), of)(*given)
 
-    def own_logprobs(self, token_ids: Tensor) -> Tensor:
-        logprobs: Tensor = self(token_ids)
-        return logprobs
+    def own_logprobs(self, *given: Any) -> Any:
+        return self(*given, of="own_logprobs")
+
+    def top_k(self, *given: Any) -> Any:
+        return self(*given, of="top_k")
+
+    def final_states(self, *given: Any) -> Any:
+        return self(*given, of="final_states")
 
 
 class _Engine(DeepSpeedEngine):  # type: ignore[misc]

@@ -52,12 +52,14 @@ from hpcrl.engines.train.fsdp2.router_training import RouterTraining, is_trained
 from hpcrl.engines.train.fsdp2.routers import ObservedRouter, RouterTable, named_routers, router_table
 from hpcrl.engines.train.fsdp2.sharding import shard, zeros_for_missing_sums
 from hpcrl.engines.train.fsdp2.spec import SPEC, SPLITS, FSDP2Config
+from hpcrl.engines.train.fsdp2.taught import taught_of, without_taught
+from hpcrl.engines.train.fsdp2.teacher_top_k import check_top_k
 from hpcrl.engines.train.fsdp2.tensor_parallel import TensorParallel
 from hpcrl.engines.train.fsdp2.trial import idle_parameters, try_architecture
 from hpcrl.engines.train.fsdp2.weights import NamedWeights, full_tensor, local
 from hpcrl.engines.train.router_keys import ROUTER_KEYS
 from hpcrl.engines.train.schedule import learning_rate, update_stats
-from hpcrl.engines.train.training_engine import check_micro_batches
+from hpcrl.engines.train.training_engine import assemble_rows, check_micro_batches
 from hpcrl.metrics.stats import Stats, merge
 from hpcrl.models.families import vision_of
 from hpcrl.models.mtp import ModelMTP, num_trained, untrainable
@@ -350,8 +352,7 @@ class FSDP2Engine:
     def _forward(self, batch: Batch, temperature: float, entropy: bool) -> tuple[Tensor, Tensor | None]:
         """(log-probs, entropies or None), float32 [T], 0 outside loss_mask."""
         inputs, places = self._inputs(batch)
-        targets = inputs.token_ids[places] if places.numel() else inputs.token_ids[:1]
-        logprobs, entropies = self.model(*inputs, targets, temperature, entropy)
+        logprobs, entropies, _ = self.model(*inputs, _targets(inputs, places), temperature, entropy)
         return spread(logprobs, places, batch), None if entropies is None else spread(entropies, places, batch)
 
     def _inputs(self, batch: Batch) -> tuple[Inputs, Tensor]:
@@ -403,9 +404,16 @@ class FSDP2Engine:
         return Inputs(token_ids, positions, layout, before, images), places
 
     def _outputs(self, batch: Batch, objective: Objective) -> Outputs:
-        gradient = "entropy" in objective.outputs
-        logprobs, entropies = self._forward(batch, objective.temperature, gradient or "entropy" in objective.logged)
-        return Outputs(logprobs, entropies if gradient or entropies is None else entropies.detach())
+        inputs, places = self._inputs(batch)
+        return _outputs_of(
+            objective, places, batch, self.model(*inputs, *self._asked(batch, objective, inputs, places))
+        )
+
+    def _asked(self, batch: Batch, objective: Objective, inputs: Inputs, places: Tensor) -> tuple[Any, ...]:
+        """The further arguments of PackedCausalLM.forward()."""
+        taught = taught_of(objective, batch, batch.loss_mask.nonzero()[:, 0], self.device, invent=True)
+        entropy = "entropy" in objective.outputs | objective.logged
+        return _targets(inputs, places), objective.temperature, entropy, taught
 
     def _outputs_and_mtp(self, batch: Batch, objective: Objective, norms: Norms) -> tuple[Outputs, Tensor, Stats]:
         """As _outputs(), with the MTP layers' loss and its statistics."""
@@ -413,15 +421,9 @@ class FSDP2Engine:
         inputs, places = self._inputs(batch)
         limits = None if self.replay is None else batch.prefix_lengths().tolist()
         further = self.mtp_training.inputs(batch, inputs.layout, limits)
-        targets = inputs.token_ids[places] if places.numel() else inputs.token_ids[:1]
-        gradient = "entropy" in objective.outputs
-        wanted = gradient or "entropy" in objective.logged
-        given = (*inputs, targets, objective.temperature, wanted, further)
-        logprobs, entropies, of_mtp, hits = self.model.with_mtp(*given)
-        entropies = None if entropies is None else spread(entropies, places, batch)
-        outputs = Outputs(
-            spread(logprobs, places, batch), entropies if gradient or entropies is None else entropies.detach()
-        )
+        given = (*inputs, *self._asked(batch, objective, inputs, places), further)
+        *found, of_mtp, hits = self.model.with_mtp(*given)
+        outputs = _outputs_of(objective, places, batch, found)
         return outputs, *self.mtp_training.loss(of_mtp, hits, further, norms)
 
     def _split(self, micro_batches: MicroBatches, num_rows: int) -> MicroBatches:
@@ -446,15 +448,39 @@ class FSDP2Engine:
 
     def _by_row(self, batch: Batch, micro_batches: MicroBatches, compute: Callable[[Batch], Tensor]) -> Tensor:
         """float32 [T] on the host: the values computed for each micro-batch's tokens, 0 for rows in no micro-batch."""
-        lengths = batch.lengths.tolist()
-        pieces = [torch.zeros(length) for length in lengths]
         split = self._split(micro_batches, batch.num_sequences)
         computed = [compute(batch.select(rows)) for rows in split]
         self._reshard()
-        for rows, values in zip(split, to_host(computed), strict=True):
-            for row, piece in zip(rows, values.split([lengths[row] for row in rows]), strict=True):
-                pieces[row] = piece
-        return torch.cat(pieces) if pieces else torch.zeros(0)
+        return assemble_rows(batch, split, to_host(computed), torch.zeros(0))
+
+    # ---- teaching
+
+    @torch.no_grad()
+    def top_k(self, batch: Batch, micro_batches: MicroBatches, k: int, temperature: float) -> tuple[Tensor, Tensor]:
+        """See Teaches."""
+        check_top_k(k, self.model.hf.config.get_text_config().vocab_size)
+        split = self._split(micro_batches, batch.num_sequences)
+        computed = [self._told(batch.select(rows), self.model.top_k, k, temperature) for rows in split]
+        self._reshard()
+        ids, logprobs = zip(*computed, strict=True) if computed else ((), ())
+        kinds = torch.zeros(0, k, dtype=torch.int32), torch.zeros(0, k)
+        return assemble_rows(batch, split, ids, kinds[0]), assemble_rows(batch, split, logprobs, kinds[1])
+
+    @torch.no_grad()
+    def final_states(self, batch: Batch, micro_batches: MicroBatches) -> Tensor:
+        """See Teaches."""
+        split = self._split(micro_batches, batch.num_sequences)
+        computed = [self._told(batch.select(rows), self.model.final_states)[0].float() for rows in split]
+        self._reshard()
+        width = self.model.hf.config.get_text_config().hidden_size
+        return assemble_rows(batch, split, computed, computed[0] if computed else torch.zeros(0, width))
+
+    def _told(self, batch: Batch, tell: Callable[..., Any], *asked: Any) -> list[Tensor]:
+        """Wide values of a micro-batch's tokens, 0 outside loss_mask, on the host: one after another, they take no
+        memory of the device."""
+        inputs, places = self._inputs(batch)
+        found = tell(*inputs, *asked)
+        return to_host(spread(some, places, batch) for some in ((found,) if isinstance(found, Tensor) else found))
 
     def reference_logprobs(self, batch: Batch, micro_batches: MicroBatches, temperature: float) -> Tensor:
         """See TrainsAdapters."""
@@ -516,11 +542,12 @@ class FSDP2Engine:
         else:
             outputs, mtp_loss, stats = self._outputs_and_mtp(micro_batch, objective, norms)
             collected.append(stats)
-        computed = (outputs.logprobs, outputs.entropy, outputs.values)  # every rank runs the same backward pass
+        # Every rank runs the same backward pass.
+        computed = (outputs.logprobs, outputs.entropy, outputs.values, outputs.divergence)
         loss: Any = sum(some.sum() for some in computed if some is not None and some.requires_grad)  # no rows: zero
         if micro_batch.num_sequences:
             anchor = 0.0 * loss  # keeps the graph even if the objective drops masked tokens
-            loss, stats = objective.loss(outputs, micro_batch.to(self.device), norms)
+            loss, stats = objective.loss(outputs, without_taught(micro_batch).to(self.device), norms)
             loss = loss + anchor
             collected.append(stats)
         if self.router_training is not None:
@@ -733,9 +760,25 @@ class FSDP2Engine:
 
 
 def spread(values: Tensor, places: Tensor, batch: Batch) -> Tensor:
-    """[T]: the values scattered to these indices of the batch, 0 elsewhere."""
-    zeros = values.new_zeros(batch.num_tokens)
-    return zeros.index_copy(0, places, values) if places.numel() else zeros + 0.0 * values.sum()
+    """[T, ...]: the values scattered to these indices of the batch, 0 elsewhere."""
+    zeros = values.new_zeros(batch.num_tokens, *values.shape[1:])
+    return zeros.index_copy(0, places, values) if places.numel() else zeros + (0 * values.sum()).to(values.dtype)
+
+
+def _targets(inputs: Inputs, places: Tensor) -> Tensor:
+    """int64 [N]: the tokens to predict, or one token if there is none."""
+    return inputs.token_ids[places] if places.numel() else inputs.token_ids[:1]
+
+
+def _outputs_of(objective: Objective, places: Tensor, batch: Batch, found: Sequence[Tensor | None]) -> Outputs:
+    """The objective's inputs from log-probs, entropies and divergences of the tokens `places`."""
+    logprobs, entropy, divergence = (None if values is None else spread(values, places, batch) for values in found)
+    assert logprobs is not None
+    if entropy is not None and "entropy" not in objective.outputs:
+        entropy = entropy.detach()
+    if divergence is not None and "divergence" not in objective.outputs:
+        divergence = divergence.detach()
+    return Outputs(logprobs, entropy, divergence=divergence)
 
 
 def _square(gradients: list[Tensor]) -> Tensor:

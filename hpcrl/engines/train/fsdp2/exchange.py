@@ -76,8 +76,8 @@ def share_of_parts(own: Tensor, parts: Sequence[int], axis: Axis) -> Tensor:
 
 
 def assemble(own: Tensor, places: Tensor, count: int, axis: Axis) -> Tensor:
-    """[count] on every rank from the values [m] that each rank has for the indices `places`. Every rank must then
-    compute the same from the result, since a value's gradient comes only from its own rank."""
+    """[count, ...] on every rank from the values [m, ...] that each rank has for the indices `places`. Every rank must
+    then compute the same from the result, since a value's gradient comes only from its own rank."""
     return cast(Tensor, _Assemble.apply(own, places, count, axis))
 
 
@@ -194,7 +194,7 @@ class _Assemble(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, own: Tensor, places: Tensor, count: int, axis: Axis) -> Tensor:
         ctx.save_for_backward(places)
-        whole = own.new_zeros(count).index_copy_(0, places, own)
+        whole = own.new_zeros(count, *own.shape[1:]).index_copy_(0, places, own)
         dist.all_reduce(whole, group=axis.group)
         return whole
 

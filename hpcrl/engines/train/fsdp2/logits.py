@@ -50,8 +50,8 @@ class Head:
         return cls(value("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap"), scale)
 
 
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, head: Head, temperature: float) -> Tensor:
-    """The softmax's input, float32 [N, V]."""
+def scaled_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, head: Head, temperature: float) -> Tensor:
+    """The softmax's input, softcap(hidden @ weight.T + bias) * scale / temperature, float32 [N, V]."""
     logits = project(hidden, weight, bias, head.float32)
     if head.softcap is not None:
         logits.div_(head.softcap).tanh_().mul_(head.softcap)
@@ -102,7 +102,7 @@ class _TokenLogprobs(torch.autograd.Function):
         hits = torch.zeros_like(targets, dtype=torch.bool)
         for start in range(0, hidden.shape[0], chunk_tokens):
             chunk = slice(start, start + chunk_tokens)
-            logits = _logits(hidden[chunk], weight, bias, head, temperature)
+            logits = scaled_logits(hidden[chunk], weight, bias, head, temperature)
             for rows, block in blocks_of(logits, start):
                 log_p = block.log_softmax(-1)
                 logprobs[rows] = log_p.gather(1, targets[rows, None])[:, 0]
@@ -130,7 +130,7 @@ class _TokenLogprobs(torch.autograd.Function):
         grad_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
         for start in range(0, hidden.shape[0], ctx.chunk_tokens):
             chunk = slice(start, start + ctx.chunk_tokens)
-            grad = _logits(hidden[chunk], weight, bias, head, ctx.temperature)
+            grad = scaled_logits(hidden[chunk], weight, bias, head, ctx.temperature)
             for rows, block in blocks_of(grad, start):
                 slope = None if head.softcap is None else 1 - (block / (factor * head.softcap)).square_()
                 coefficient = grad_logprobs[rows, None]

@@ -36,7 +36,10 @@ from hpcrl.engines.train.fsdp2.packed_attention import (
 from hpcrl.engines.train.fsdp2.row_attention import use_own_attention
 from hpcrl.engines.train.fsdp2.row_mixers import RowMixers, mixers_of
 from hpcrl.engines.train.fsdp2.spec import unpackable
+from hpcrl.engines.train.fsdp2.taught import Taught
+from hpcrl.engines.train.fsdp2.teacher_top_k import teacher_top_k
 from hpcrl.engines.train.fsdp2.tensor_parallel import TensorParallel
+from hpcrl.engines.train.fsdp2.token_divergence import token_divergence
 from hpcrl.models.families import family_of
 from hpcrl.models.mtp import MTP
 from hpcrl.models.rope import rope_types
@@ -65,7 +68,8 @@ class Inputs(NamedTuple):
 class PackedCausalLM(nn.Module):
     """Wraps a transformers model. Parameters are used only inside forward methods, for which FSDP gathers them."""
 
-    other_forwards: tuple[str, ...] = ("own_logprobs", "with_mtp")  # methods besides forward() that use parameters
+    # methods besides forward() that use parameters
+    other_forwards: tuple[str, ...] = ("own_logprobs", "with_mtp", "top_k", "final_states")
 
     def __init__(self, hf: PreTrainedModel, chunk_tokens: int, tensor_parallel_plan: TensorParallel | None = None):
         """tensor_parallel_plan: of `hf`."""
@@ -147,15 +151,50 @@ class PackedCausalLM(nn.Module):
         targets: Tensor,
         temperature: float,
         entropy: bool,
-    ) -> tuple[Tensor, Tensor | None]:
-        """(log-probs, entropies or None), float32 [N], of targets[n] as the token that follows token_ids[before[n]].
+        taught: Taught | None = None,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """(log-probs, entropies or None, divergences or None), float32 [N], of targets[n] as the token that follows
+        token_ids[before[n]]; divergences from what the teacher has told about these N tokens.
 
         token_ids int64 [T] and positions int64 [T] or [T, axes] are concatenated sequences, or one sequence if there is
         no layout. `images` are those of the micro-batch; None if the model takes none. Collective over the layout's
         ranks: each rank computes its share and gets all results.
         """
         states, mine = self._states(token_ids, positions, layout, before, images)
-        return self._scores(states, mine, layout, targets, temperature, entropy)
+        return self._scores(states, mine, layout, targets, temperature, entropy, taught)
+
+    def top_k(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        layout: PackedLayout | None,
+        before: Tensor,
+        images: ImageInputs | None,
+        k: int,
+        temperature: float,
+    ) -> tuple[Tensor, Tensor]:
+        """The k most probable tokens after the tokens `before`, int32 [N, k], descending, and their log-probs, float32
+        [N, k]; other arguments and ranks as in forward()."""
+        states, mine = self._states(token_ids, positions, layout, before, images)
+        given: dict[str, Any] = {"head": self.head, "temperature": temperature, "chunk_tokens": self.chunk_tokens}
+        found = teacher_top_k(states, *self.projection(), k, **given)
+        if layout is None or mine is None:
+            return found
+        ids, logprobs = (assemble(own, mine, len(before), layout.ranks.all) for own in found)
+        return ids, logprobs
+
+    def final_states(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        layout: PackedLayout | None,
+        before: Tensor,
+        images: ImageInputs | None,
+    ) -> Tensor:
+        """[N, h]: the states after the tokens `before`, to which the head is applied; arguments and ranks as in
+        forward()."""
+        states, mine = self._states(token_ids, positions, layout, before, images)
+        return states if layout is None or mine is None else assemble(states, mine, len(before), layout.ranks.all)
 
     def with_mtp(
         self,
@@ -167,13 +206,14 @@ class PackedCausalLM(nn.Module):
         targets: Tensor,
         temperature: float,
         entropy: bool,
+        taught: Taught | None,
         further: Sequence[MTPInputs],
-    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor, Tensor]:
         """As forward(), and of the targets of all MTP layers, one layer after another: log-probs float32 [M], whose
         gradients reach only these layers, and whether each is its layer's most probable token, bool [M]."""
         assert self.mtp is not None and images is None
         hidden, before, mine = self._hidden(token_ids, positions, layout, before, images)
-        scores = self._scores(hidden.index_select(0, before), mine, layout, targets, temperature, entropy)
+        scores = self._scores(hidden.index_select(0, before), mine, layout, targets, temperature, entropy, taught)
         states, found = hidden.detach(), []
         for number, inputs in enumerate(further):
             with torch.no_grad():
@@ -195,7 +235,8 @@ class PackedCausalLM(nn.Module):
         targets: Tensor,
         temperature: float,
         entropy: bool,
-    ) -> tuple[Tensor, Tensor | None]:
+        taught: Taught | None,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         num_targets = len(targets)
         weight, bias = self.projection()
         logprobs, entropies = token_logprobs(
@@ -208,11 +249,15 @@ class PackedCausalLM(nn.Module):
             chunk_tokens=self.chunk_tokens,
             entropy=entropy,
         )
+        divergences = None
+        if taught is not None:
+            taught = taught if mine is None else taught.of(mine)
+            divergences = token_divergence(states, weight, bias, taught, head=self.head, chunk_tokens=self.chunk_tokens)
         if layout is None or mine is None:
-            return logprobs, entropies
-        axis = layout.ranks.all
-        logprobs = assemble(logprobs, mine, num_targets, axis)
-        return logprobs, None if entropies is None else assemble(entropies, mine, num_targets, axis)
+            return logprobs, entropies, divergences
+        whole = functools.partial(assemble, places=mine, count=num_targets, axis=layout.ranks.all)
+        entropies = None if entropies is None else whole(entropies)
+        return whole(logprobs), entropies, None if divergences is None else whole(divergences)
 
     def projection(self) -> tuple[Tensor, Tensor | None]:
         """Matrix [V, h] and bias [V] of the vocabulary projection."""

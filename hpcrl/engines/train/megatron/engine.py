@@ -24,6 +24,8 @@ from hpcrl.engines.compiling import part_by_processor
 from hpcrl.engines.expert_routes import routes_of
 from hpcrl.engines.train import dcp
 from hpcrl.engines.train.fail_together import agreed
+from hpcrl.engines.train.fsdp2.taught import taught_of
+from hpcrl.engines.train.fsdp2.teacher_top_k import check_top_k
 from hpcrl.engines.train.megatron import checkpoint, cpu
 from hpcrl.engines.train.megatron.adapted_layers import MegatronAdapters
 from hpcrl.engines.train.megatron.export import export
@@ -48,7 +50,7 @@ from hpcrl.engines.train.offloading import HostMemory
 from hpcrl.engines.train.router_keys import ROUTER_KEYS
 from hpcrl.engines.train.schedule import learning_rate, update_stats
 from hpcrl.engines.train.stored_state import is_megatron
-from hpcrl.engines.train.training_engine import check_micro_batches
+from hpcrl.engines.train.training_engine import assemble_rows, check_micro_batches
 from hpcrl.metrics.stats import Stats, merge
 from hpcrl.models.mtp import MTP
 from hpcrl.rollout.batch import Batch, MicroBatches, Norms
@@ -184,12 +186,13 @@ class MegatronEngine:
         use: Callable[..., tuple[Tensor, Any]],
         *,
         forward_only: bool,
-        entropy: bool = False,
+        ask: Callable[[Batch, Packed], dict[str, Any]] = lambda micro_batch, tokens: {},
         everywhere: bool = False,
     ) -> list[Any]:
         """Run the micro-batches; on ranks of the last stage, returns the results of `use` for each one. `use` gets the
-        micro-batch and the model's outputs (float32 [T], 0 outside loss_mask), which are log-probs and, if requested,
-        entropies, and returns (loss, result). Collective over the engine's ranks."""
+        micro-batch and the model's outputs ([T, ...], 0 outside loss_mask), which are log-probs and what the further
+        fields of Prediction that `ask` returns request, and returns (loss, result). Collective over the engine's
+        ranks."""
         check_micro_batches(micro_batches, batch.num_sequences)
         plan = [*micro_batches] or [[]]
         while self.own.virtual_pipeline > 1 and len(plan) % self.own.pipeline_parallel:
@@ -216,8 +219,8 @@ class MegatronEngine:
                 tokens.targets,
                 temperature,
                 self.config.logits_chunk_tokens,
-                entropy,
-                self.config.head_dtype == "float32",
+                float32_head=self.config.head_dtype == "float32",
+                **ask(micro_batch, tokens),
             )
             output = chunk(
                 tokens.token_ids[None],
@@ -254,9 +257,9 @@ class MegatronEngine:
         return self.own.context_parallel, parallel_state.get_context_parallel_rank(), shared
 
     def _spread(self, values: Tensor, tokens: Packed, batch: Batch) -> Tensor:
-        """float32 [T]: the values for tokens that all context-parallel ranks have predicted, 0 elsewhere. A value's
+        """[T, ...]: the values for tokens that all context-parallel ranks have predicted, 0 elsewhere. A value's
         gradient goes to the rank that has computed it."""
-        spread = values.new_zeros(batch.num_tokens).index_copy(0, tokens.places[tokens.own], values)
+        spread = values.new_zeros(batch.num_tokens, *values.shape[1:]).index_copy(0, tokens.places[tokens.own], values)
         return _SumOverRanks.apply(spread, parallel_state.get_context_parallel_group())  # type: ignore[no-any-return]
 
     def logprobs(self, batch: Batch, micro_batches: MicroBatches, temperature: float) -> Tensor | None:
@@ -284,15 +287,48 @@ class MegatronEngine:
             values = computed[1 if entropy else 0]
             return values.sum(), values
 
-        found = self._run(batch, micro_batches, temperature, use, forward_only=True, entropy=entropy)
+        asked = {"entropy": entropy}
+        found = self._run(batch, micro_batches, temperature, use, forward_only=True, ask=lambda *_: asked)
         if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
             return None
-        lengths = batch.lengths.tolist()
-        pieces = [torch.zeros(length) for length in lengths]
-        for rows, values in zip(micro_batches, to_host(found), strict=False):
-            for row, piece in zip(rows, values.split([lengths[row] for row in rows]), strict=True):
-                pieces[row] = piece
-        return torch.cat(pieces) if pieces else torch.zeros(0)
+        return assemble_rows(batch, micro_batches, to_host(found), torch.zeros(0))
+
+    # ---- teaching
+
+    def top_k(
+        self, batch: Batch, micro_batches: MicroBatches, k: int, temperature: float
+    ) -> tuple[Tensor, Tensor] | None:
+        """See Teaches. None on ranks before the last stage."""
+        check_top_k(k, self.description.shape.vocab_size)
+        found = self._told(batch, micro_batches, temperature, {"top_k": k})
+        if found is None:
+            return None
+        ids, logprobs = zip(*found, strict=True)
+        kinds = torch.zeros(0, k, dtype=torch.int32), torch.zeros(0, k)
+        return assemble_rows(batch, micro_batches, ids, kinds[0]), assemble_rows(
+            batch, micro_batches, logprobs, kinds[1]
+        )
+
+    def final_states(self, batch: Batch, micro_batches: MicroBatches) -> Tensor | None:
+        """See Teaches. None on ranks before the last stage."""
+        found = self._told(batch, micro_batches, 1.0, {"states": True})
+        if found is None:
+            return None
+        states = [own.float() for (own,) in found]
+        return assemble_rows(batch, micro_batches, states, states[0])
+
+    @torch.no_grad()
+    def _told(
+        self, batch: Batch, micro_batches: MicroBatches, temperature: float, asked: dict[str, Any]
+    ) -> list[list[Tensor]] | None:
+        """The wide values of each micro-batch's tokens, on the host: one micro-batch after another, they take no memory
+        of the device. None on ranks before the last stage."""
+
+        def use(micro_batch: Batch, *told: Tensor) -> tuple[Tensor, Any]:
+            return torch.zeros((), device=self.device), to_host(told)
+
+        found = self._run(batch, micro_batches, temperature, use, forward_only=True, ask=lambda *_: asked)
+        return found if parallel_state.is_pipeline_last_stage(ignore_virtual=True) else None
 
     def train_step(
         self,
@@ -332,13 +368,18 @@ class MegatronEngine:
             loss, stats = objective.loss(outputs, micro_batch, norms)
             return loss + anchor, stats
 
+        def ask(micro_batch: Batch, tokens: Packed) -> dict[str, Any]:
+            entropy = "entropy" in objective.outputs | objective.logged
+            taught = taught_of(objective, micro_batch, tokens.places[tokens.own], self.device)
+            return {"entropy": entropy, "taught": taught}
+
         found = self._run(
             batch,
             micro_batches,
             objective.temperature,
             use,
             forward_only=False,
-            entropy="entropy" in objective.outputs | objective.logged,
+            ask=ask,
             everywhere=everywhere,
         )
         if self.router_losses is not None:
@@ -349,10 +390,14 @@ class MegatronEngine:
 
     def _outputs(self, objective: Objective, *found: Tensor) -> tuple[Outputs, Tensor]:
         """The objective's inputs, and the sum of all tensors that may have a gradient."""
-        logprobs, *entropies = found
-        if "entropy" in objective.outputs:
-            return Outputs(logprobs, entropies[0]), logprobs.sum() + entropies[0].sum()
-        return Outputs(logprobs, entropies[0].detach() if entropies else None), logprobs.sum()
+        names = ("entropy", "divergence")
+        asked = [name for name in names if name in objective.outputs | objective.logged]
+        logprobs, *others = found
+        values = {
+            name: value if name in objective.outputs else value.detach()
+            for name, value in zip(asked, others, strict=True)
+        }
+        return Outputs(logprobs, **values), logprobs.sum() + sum(value.sum() for value in values.values())
 
     def _update(self) -> Stats:
         """Clip and step. Stats on data-parallel rank 0 only, so they count once. Collective."""

@@ -29,6 +29,11 @@ from torch import Tensor
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from hpcrl.engines.train.fsdp2.logits import Head
+from hpcrl.engines.train.fsdp2.taught import Taught
+from hpcrl.engines.train.fsdp2.teacher_top_k import teacher_top_k
+from hpcrl.engines.train.fsdp2.token_divergence import token_divergence
+from hpcrl.engines.train.fsdp2.vocabulary import VocabularyPart
 from hpcrl.engines.train.megatron.choices import choose_groups, router_options
 from hpcrl.engines.train.megatron.delta_mixer import DeltaMixer
 from hpcrl.engines.train.megatron.latent import latent_options
@@ -257,8 +262,9 @@ def transformer_config(
 
 @dataclass(frozen=True)
 class Prediction:
-    """What the last stage computes: log-probs and, if requested, entropies of `targets`, int64 [N], from the states at
-    `before`, int64 [N], which are indices among this rank's tokens."""
+    """What the last stage computes: log-probs and, if requested, entropies and divergences of `targets`, int64 [N],
+    from the states at `before`, int64 [N], which are indices among this rank's tokens. Of a teacher: with `top_k`, the
+    most probable tokens and their log-probs, or with `states` these states."""
 
     before: Tensor
     targets: Tensor
@@ -266,11 +272,15 @@ class Prediction:
     chunk_tokens: int
     entropy: bool = False
     float32_head: bool = False
+    taught: Taught | None = None
+    top_k: int = 0
+    states: bool = False
 
 
 class LogprobsModel(GPTModel):
-    """GPTModel whose last stage returns (log-probs, entropies) or (log-probs,), float32 [N], of a Prediction, passed as
-    its labels."""
+    """GPTModel whose last stage returns what a Prediction asks, passed as its labels: (log-probs, entropies,
+    divergences), float32 [N], without those not asked; or (tokens int32 [N, k], log-probs float32 [N, k]); or (states
+    [N, h],)."""
 
     words: int  # vocabulary size without padding
 
@@ -283,10 +293,18 @@ class LogprobsModel(GPTModel):
             hidden_states = gather_from_sequence_parallel_region(hidden_states, group=group)
         else:
             hidden_states = copy_to_tensor_model_parallel_region(hidden_states, group=group)
-        head = self.output_layer.weight
-        logprobs, entropies = vocabulary_logprobs(
-            hidden_states[:, 0].index_select(0, labels.before),
-            self.shared_embedding_or_output_weight() if head is None else head,
+        states = hidden_states[:, 0].index_select(0, labels.before)
+        if labels.states:
+            return (states,)
+        own = self.output_layer.weight
+        weight = self.shared_embedding_or_output_weight() if own is None else own
+        part, head = VocabularyPart.of_rank(len(weight), self.words, group), Head(float32=labels.float32_head)
+        options: dict[str, Any] = {"head": head, "chunk_tokens": labels.chunk_tokens, "part": part}
+        if labels.top_k:
+            return teacher_top_k(states, weight, None, labels.top_k, temperature=labels.temperature, **options)
+        found = vocabulary_logprobs(
+            states,
+            weight,
             labels.targets,
             vocab_size=self.words,
             temperature=labels.temperature,
@@ -295,7 +313,9 @@ class LogprobsModel(GPTModel):
             float32_head=labels.float32_head,
             group=group,
         )
-        return (logprobs,) if entropies is None else (logprobs, entropies)
+        taught = labels.taught
+        divergences = None if taught is None else token_divergence(states, weight, None, taught, **options)
+        return tuple(values for values in (*found, divergences) if values is not None)
 
 
 def build(

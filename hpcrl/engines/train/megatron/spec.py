@@ -176,6 +176,7 @@ SPEC = TrainEngineSpec(
     policy_keys=ROUTER_KEYS,
     resume_keys=tuple(key for key in MegatronConfig.model_fields if key not in ROUTER_KEYS),
     segments=True,
-    computes=frozenset({"entropy"}),
+    computes=frozenset({"entropy", "divergence"}),
+    teaches=frozenset({"sampled", "top_k", "full"}),
     make_critic="hpcrl.engines.train.megatron.critic:make",
 )
