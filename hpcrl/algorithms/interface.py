@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hpcrl.metrics.stats import Stat, Stats
 from hpcrl.rollout.batch import STATUS, Batch, Norms
+from hpcrl.spec.divergence import Divergence
 
 Coefficients = Mapping[str, float]
 """Numbers by name that an algorithm changes from step to step, such as the KL scale. Rank 0 holds them, sends them with
@@ -101,11 +102,13 @@ class Outputs:
             with gradients.
         entropy: float32 [T], nats, of softmax(logits / temperature), without top-p, top-k and min-p.
         values: float32 [T], from a critic.
+        divergence: float32 [T], nats, from the teacher (Objective.divergence), before each trained token.
     """
 
     logprobs: Tensor
     entropy: Tensor | None = None
     values: Tensor | None = None
+    divergence: Tensor | None = None
 
 
 class Adaptive:
@@ -149,6 +152,8 @@ class Objective(Adaptive, ABC):
     """Passes over the batch of a step."""
     num_mini_batches: int = 1
     """Optimizer steps per pass."""
+    divergence: Divergence | None = None
+    """The divergence from the teacher; engines compute it if outputs has it."""
     compares_rows: ClassVar[bool] = False
     """Whether the loss compares rows (preference pairs); then no engine may split a micro-batch."""
 
