@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from hpcrl.metrics.stats import flatten, merge
 from hpcrl.rollout.batch import Batch, Norms
 from hpcrl.spec.divergence import Divergence
 from tests.algorithms.pairs import make_pair
+from tests.algorithms.prime_rl_goldens import GOLDENS
 from tests.algorithms.test_invariance import (
     AGGREGATIONS,
     ALL,
@@ -287,3 +289,36 @@ def test_combined_advantages_are_weighted_means() -> None:
     assert len(index) == int(
         ((batch.policy_weights + batch.divergence_weights > 0) & (batch.weights > 0)[batch.row_ids]).sum()
     )
+
+
+# -- prime-rl
+
+
+def test_weighted_losses_are_prime_rls() -> None:
+    """With the generator's ratio, without a clip, and with one count of tokens for its three components. prime-rl adds
+    a constant 1e-3 (lp - gen)^2 to its ref_kl."""
+    golden = json.loads(GOLDENS.read_text())
+    lengths = [len(row) for row in golden["trainer"]]
+
+    def packed(name: str) -> Tensor:
+        return torch.cat([torch.tensor([0.0, *row]) for row in golden[name]])
+
+    batch = rows_of([0] * len(lengths))
+    cu = torch.tensor([0, *lengths]).cumsum(0) + torch.arange(len(lengths) + 1)
+    mask = torch.ones(int(cu[-1]), dtype=torch.bool).index_fill(0, cu[:-1], False)
+    of_rows = {name: batch.columns[name] for name in ("weights", "sample_ids", "group_ids")}
+    batch = Batch(cu, of_rows, token_ids=mask.long(), loss_mask=mask, turn_ids=mask.int() - 1)
+    batch.weights = torch.ones(len(lengths))
+    batch.gen_logprobs, batch.advantages, batch.teacher_logprobs = map(packed, ("inference", "advantages", "teacher"))
+    for name, theirs in zip(NAMES, ("rl_weights", "ce_weights", "ref_kl_weights"), strict=True):
+        setattr(batch, name, packed(theirs))
+    section = GRPO(ratio_to="generator", pg_clip_low=10, pg_clip_high=10)
+    logprobs = packed("trainer").requires_grad_()
+    norms = Norms(float(sum(lengths)), float(len(lengths)))
+    loss, _ = make_pair(section, SAMPLED).objective.loss(Outputs(logprobs), batch, norms)
+    assert batch.divergence_weights is not None
+    loss = loss + (batch.divergence_weights * 1e-3 * (logprobs - batch.gen_logprobs).square()).sum() / norms.tokens
+    loss.backward()
+    assert logprobs.grad is not None
+    assert loss.item() == pytest.approx(golden["loss"], rel=1e-5)
+    torch.testing.assert_close(logprobs.grad, packed("gradient"), rtol=1e-5, atol=1e-7)
