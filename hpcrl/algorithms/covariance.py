@@ -15,20 +15,23 @@ import torch
 from torch import Tensor
 
 from hpcrl.algorithms import functional as F
-from hpcrl.algorithms.interface import AllSum, model_tokens, required
+from hpcrl.algorithms.interface import AllSum, required
 from hpcrl.algorithms.policy_tokens import PolicyTokens
 from hpcrl.algorithms.selection import largest, token_numbers
+from hpcrl.algorithms.token_losses import surrogate_tokens, weighted_advantages
 from hpcrl.metrics.stats import Stats, stat
 from hpcrl.rollout.batch import Batch
+from hpcrl.spec.divergence import Divergence
 from hpcrl.spec.policy_loss import PolicyLoss
 
 
-def mark(config: PolicyLoss, batch: Batch, all_sum: AllSum) -> Stats:
-    """Fill batch.marked, bool [T], see the module's docstring. At least one token is marked, if possible. Returns
-    statistics to log. Collective over the ranks of all_sum."""
-    index = model_tokens(batch)
-    old = required(batch, "old_logprobs", f"surrogate={config.surrogate}")[index].double()
-    advantages = required(batch, "advantages", f"surrogate={config.surrogate}")[index].double()
+def mark(config: PolicyLoss, batch: Batch, all_sum: AllSum, divergence: Divergence | None = None) -> Stats:
+    """Fill batch.marked, bool [T], see the module's docstring. At least one token is marked, if possible. Tokens
+    without a surrogate (hpcrl.algorithms.token_losses) do not count. Returns statistics to log. Collective over the
+    ranks of all_sum."""
+    index = surrogate_tokens(batch, divergence)
+    old = required(batch, "old_logprobs", f"surrogate={config.surrogate}")[index]
+    advantages, old = weighted_advantages(batch, index, old, divergence).double(), old.double()
     sums = torch.stack([advantages.sum(), old.sum(), old.new_tensor(float(len(index)))])
     total_advantage, total_old, count = all_sum(sums).tolist()
     covariances = (advantages - total_advantage / max(count, 1)) * (old - total_old / max(count, 1))

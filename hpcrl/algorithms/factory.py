@@ -5,6 +5,7 @@ from __future__ import annotations
 from hpcrl.algorithms.interface import Algorithm
 from hpcrl.algorithms.value_loss import ValueLoss
 from hpcrl.config import Config
+from hpcrl.spec.divergence import Divergence
 from hpcrl.spec.kinds import AlgorithmSpec
 from hpcrl.spec.policy_loss import PolicyLoss
 from hpcrl.spec.table import load
@@ -14,7 +15,8 @@ def make_algorithm(config: Config) -> Algorithm:
     """The objective of the run's pipeline, or the estimator and objective of its section `algorithm`."""
     if path := config.pipeline_spec.objective:
         return Algorithm(load(path, f"the objective of pipeline={config.pipeline}")())
-    return make_pair(config.algorithm_spec, config.algorithm, config.rollout.temperature or 1.0)
+    divergence = config.divergence if any(weights.divergence for weights in config.loss.values()) else None
+    return make_pair(config.algorithm_spec, config.algorithm, config.rollout.temperature or 1.0, divergence)
 
 
 def make_value_loss(config: Config) -> ValueLoss:
@@ -23,7 +25,11 @@ def make_value_loss(config: Config) -> ValueLoss:
     return ValueLoss(config.critic.value_clip, algorithm.ppo_epochs, algorithm.num_mini_batches)
 
 
-def make_pair(spec: AlgorithmSpec, section: PolicyLoss, temperature: float = 1.0) -> Algorithm:
-    """The estimator and objective of a specification, for its section and for rollouts of this temperature."""
+def make_pair(
+    spec: AlgorithmSpec, section: PolicyLoss, temperature: float = 1.0, divergence: Divergence | None = None
+) -> Algorithm:
+    """The estimator and objective of a specification, for its section, for rollouts of this temperature and, if it is
+    given, for the divergence from a teacher."""
     objective = load(spec.objective, f"the objective of {spec.about}")
-    return Algorithm(objective(section, temperature), spec.load()(section))
+    given = (section, temperature) if divergence is None else (section, temperature, divergence)
+    return Algorithm(objective(*given), spec.load()(section))

@@ -171,6 +171,8 @@ class Objective(Adaptive, ABC):
     """Passes over the batch of a step."""
     num_mini_batches: int = 1
     """Optimizer steps per pass."""
+    divergence: Divergence | None = None
+    """The divergence from the teacher; engines compute it if outputs has it."""
     compares_rows: ClassVar[bool] = False
     """Whether the loss compares rows (preference pairs); then no engine may split a micro-batch."""
 

@@ -7,10 +7,8 @@ from typing import Any, Literal
 
 from hpcrl.spec.fields import Float, NonNegative, Share
 from hpcrl.spec.kinds import AlgorithmSpec
-from hpcrl.spec.policy_loss import PolicyLoss
+from hpcrl.spec.policy_loss import POLICY_GRADIENT, PolicyLoss
 from hpcrl.spec.problems import Problem
-
-POLICY_GRADIENT = "hpcrl.algorithms.policy_gradient:PolicyGradient"
 
 
 class GRPO(PolicyLoss):

@@ -20,6 +20,7 @@ from hpcrl.config.domains import EnvConfig, RewardConfig
 from hpcrl.config.engines import TrainerConfig
 from hpcrl.config.judging import JUDGE_ENGINE, as_judges, check_judge, check_reward_model
 from hpcrl.config.keeping import check_keep_best, check_resume_from
+from hpcrl.config.loss_checks import check_loss_weights
 from hpcrl.config.off_policy import check_off_policy
 from hpcrl.config.rollout import MAX_MEMBERS, MAX_VALIDATION_PROMPTS, RolloutConfig
 from hpcrl.config.scalar_heads import CriticConfig
@@ -45,6 +46,7 @@ def check(config: Config) -> list[Problem]:
         *_sampling(config),
         *_policy_loss(config),
         *check_off_policy(config),
+        *check_loss_weights(config),
         *_filters(config),
         *_fake(config),
         *_redundancy(config),

@@ -6,6 +6,7 @@ The docstring of every key gives its meaning and unit; `python -m hpcrl.launch -
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
@@ -18,15 +19,18 @@ from hpcrl.config.data import DataConfig
 from hpcrl.config.domains import EnvConfig, RewardConfig
 from hpcrl.config.engines import GeneratorConfig, JudgeConfig, LoRAConfig, TrainerConfig
 from hpcrl.config.fake import FakeConfig
+from hpcrl.config.loss_weights import LossWeights
 from hpcrl.config.model import ModelConfig, ReferenceConfig
 from hpcrl.config.part_names import listed, once, own_section
 from hpcrl.config.profiling import ProfileConfig
 from hpcrl.config.rollout import EvalConfig, RolloutConfig
 from hpcrl.config.scalar_heads import CriticConfig, RewardModelConfig
 from hpcrl.config.untrained import as_untrained
+from hpcrl.spec.divergence import Divergence
 from hpcrl.spec.fields import NUMBER, Natural, Positive, Seconds, Section, Seed
 from hpcrl.spec.kinds import AlgorithmSpec, PipelineSpec
 from hpcrl.spec.policy_loss import SURROGATE_KEYS, PolicyLoss
+from hpcrl.spec.table import SpecError
 from hpcrl.spec.tables import ALGORITHMS, PIPELINES, REWARDS, TRACKERS
 
 S = TypeVar("S", bound=Section)
@@ -137,6 +141,9 @@ class Config(Section):
     """Rollout batches and sampling."""
     algorithm: PolicyLoss = PolicyLoss()
     """Advantages and policy loss."""
+    loss: dict[str, LossWeights] = {}
+    """Domain -> weights of what its tokens learn from; the key default is for all other domains; empty: every domain
+    learns from its rewards only."""
     reward: dict[str, RewardConfig] = {}
     """Domain -> reward; the key default is for all other domains; empty: the reward of the data source."""
     env: dict[str, EnvConfig | None] = {}
@@ -218,6 +225,18 @@ class Config(Section):
 
     @model_validator(mode="before")
     @classmethod
+    def _losses_of_pipeline(cls, data: Any) -> Any:
+        """Set the weights of the pipeline where none are given."""
+        if not isinstance(data, dict) or not (own := _pipeline_weights(data)):
+            return data
+        given = data.get("loss", {})
+        if not isinstance(given, dict):
+            return data
+        loss: dict[str, Any] = {"default": {}} | given
+        return data | {"loss": {name: own | keys if isinstance(keys, dict) else keys for name, keys in loss.items()}}
+
+    @model_validator(mode="before")
+    @classmethod
     def _benchmarks_sampled(cls, data: Any) -> Any:
         """Set samples and temperature of benchmarks that are usually answered several times."""
         if not isinstance(data, dict) or (sampled := sampled_benchmarks(data)) == data.get("eval", {}):
@@ -252,6 +271,20 @@ class Config(Section):
     def learns_from_rewards(self) -> bool:
         """Whether the run trains on rewards."""
         return self.pipeline_spec.learns_from_rewards
+
+    def loss_of(self, domain: str) -> LossWeights:
+        """The weights of a domain's tokens."""
+        return self.loss.get(domain, self.loss.get("default", LossWeights()))
+
+    @property
+    def weighs_losses(self) -> bool:
+        """Whether some domain learns from other than its rewards."""
+        return not all(weights.are_default for weights in self.loss.values())
+
+    @property
+    def divergence(self) -> Divergence | None:
+        """The divergence from the teacher; None without a teacher."""
+        return None
 
     @property
     def generates(self) -> bool:
@@ -435,6 +468,13 @@ class Config(Section):
         if self.evaluates and (longest := self.eval.longest_response) is not None:
             lengths.append(longest)
         return max(lengths)
+
+
+def _pipeline_weights(data: dict[str, Any]) -> dict[str, float]:
+    """PipelineSpec.loss_weights of the pipeline in unchecked values."""
+    with contextlib.suppress(SpecError, TypeError):  # reported as an unknown pipeline
+        return dict(PIPELINES[data.get("pipeline", "rlvr")].loss_weights)
+    return {}
 
 
 def _generates_ahead(rollout: Any) -> bool:

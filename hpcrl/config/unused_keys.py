@@ -66,7 +66,7 @@ def _unread_of_pipeline(config: Config) -> Iterator[tuple[Path, Path, str]]:
     if not config.pipeline_spec.trains:
         yield from unread_without_trainer(config)
     elif not config.learns_from_rewards:
-        for section in ("algorithm",) if config.evaluates else ("algorithm", "env"):
+        for section in ("algorithm", "loss") if config.evaluates else ("algorithm", "loss", "env"):
             yield (section,), ("pipeline",), f"the {config.pipeline} pipeline has no {section}"
         for key in type(config.rollout).model_fields:
             if key not in SAMPLING_KEYS:
@@ -219,8 +219,8 @@ def _unread_policies(config: Config) -> Iterator[tuple[Path, Path, str]]:
         for path in (*unread, *(("rollout", "domains", name, key) for name in rollout.domains for key in filters)):
             yield path, ("debug",), "debug=train_only generates nothing to train on"
     if config.debug == "rollout_only":
-        for key in ("correction", *CORRECTION_KEYS):
-            yield ("algorithm", key), ("debug",), "debug=rollout_only does not train"
+        for path in (("loss",), *(("algorithm", key) for key in ("correction", *CORRECTION_KEYS))):
+            yield path, ("debug",), "debug=rollout_only does not train"
     if rollout.max_staleness == 0:
         for key in ("on_stale", "on_new_weights"):
             yield ("rollout", key), ("rollout", "max_staleness"), "max_staleness is 0, so nothing is generated ahead"

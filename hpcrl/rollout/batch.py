@@ -90,6 +90,10 @@ class Batch:
         values: Tensor | None
         advantages: Tensor | None
         returns: Tensor | None
+        teacher_logprobs: Tensor | None
+        policy_weights: Tensor | None
+        ce_weights: Tensor | None
+        divergence_weights: Tensor | None
         marked: Tensor | None
         high_entropy: Tensor | None
         correction_scale: Tensor | None

@@ -37,6 +37,7 @@ BRANCH_KEYS = (
     *(f"algorithm.{key}" for key in ("correction_low", "correction_high", "off_policy_mask", "max_len_mask")),
     *(f"algorithm.difficulty_{key}" for key in ("mask", "low_threshold", "high_threshold")),
     "algorithm.error_max_len_clip",
+    "loss",
     "rollout.temperature",
 )
 """Keys that may differ at a branch, in addition to those that may differ at any resume. No state in a checkpoint

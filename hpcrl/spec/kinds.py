@@ -9,7 +9,7 @@ from typing import Any
 
 from hpcrl.spec.division import Division
 from hpcrl.spec.fields import Section
-from hpcrl.spec.policy_loss import PolicyLoss
+from hpcrl.spec.policy_loss import POLICY_GRADIENT, PolicyLoss
 from hpcrl.spec.problems import Problem
 from hpcrl.spec.table import load
 from hpcrl.spec.weight_layout import RequiredSlices, all_weights
@@ -104,6 +104,8 @@ class PipelineSpec(Spec):
     two sequences with one group id, first the chosen one (field `chosen`), on one rank in one micro-batch."""
     objective: str = ""
     """`module:NAME` of the objective, called without arguments, if the run has no algorithm."""
+    loss_weights: Mapping[str, float] = field(default_factory=dict)
+    """Its defaults for the keys of the section loss (hpcrl.config.loss_weights) that differ from the section's."""
     work: Callable[[Any], str] | None = None
     """The plan's description of a pipeline without steps."""
 
@@ -270,7 +272,10 @@ class AlgorithmSpec(Spec):
 
     section: type[PolicyLoss]
     objective: str
-    """`module:NAME` of the objective, called with the section and the temperature of the rollouts."""
+    """`module:NAME` of the objective, called with the section, the temperature of the rollouts and, if the run learns
+    from one, the divergence from a teacher (hpcrl.spec.divergence)."""
+    weighs_losses: bool = False
+    """Whether an objective of its own reads the fields policy_weights, ce_weights and divergence_weights."""
     outputs: Callable[[Any], frozenset[str]] = lambda section: section.outputs
     """The optional outputs of the engine that its objective needs or logs (hpcrl.algorithms.interface.Outputs)."""
     uses_reference: Callable[[Any], bool] = lambda section: section.uses_reference
@@ -285,6 +290,11 @@ class AlgorithmSpec(Spec):
     decoupling_eps: Callable[[Any], float | None] = lambda section: None
     """The number added to standard deviations of decoupled rewards (hpcrl.rollout.scheduling.policies), which the
     advantage estimator reads (RewardTable.decoupled); None: it does not read them."""
+
+    @property
+    def reads_weights(self) -> bool:
+        """Whether its objective reads the weights of the section loss."""
+        return self.weighs_losses or self.objective == POLICY_GRADIENT
 
 
 @dataclass(frozen=True, kw_only=True)

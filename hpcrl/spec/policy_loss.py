@@ -40,6 +40,9 @@ SURROGATE_KEYS: dict[str, frozenset[str]] = {
 }
 """The keys that each surrogate reads, without keys that all of them read."""
 
+POLICY_GRADIENT = "hpcrl.algorithms.policy_gradient:PolicyGradient"
+"""The objective of all of hpcrl's algorithms."""
+
 MARKS_TOKENS = ("clip_cov", "kl_cov")
 """Surrogates that treat some tokens differently; these tokens are marked once per step."""
 

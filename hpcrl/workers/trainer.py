@@ -14,6 +14,7 @@ from torch import Tensor
 from hpcrl.algorithms.factory import make_algorithm
 from hpcrl.algorithms.interface import AdvantageEstimator, RewardTable
 from hpcrl.algorithms.metrics import advantage_stats, batch_stats, domain_stats
+from hpcrl.algorithms.token_losses import fill_weights
 from hpcrl.comm.data_parallel import DataParallel
 from hpcrl.config import Config
 from hpcrl.data import SFTRows, sft_rows
@@ -181,6 +182,7 @@ class TrainerRole(EngineRole):
         self._algorithm.take(command.coefficients)
         table = _gather_rewards(batch, self._ranks, command.domains)
         own = _fill_advantages(estimator, batch, table, self._ranks)
+        fill_weights(self._worker.config, batch, command.domains)
         own |= self._algorithm.objective.prepare(batch, self._ranks.all_sum)
         if not self._ranks.is_head:
             return Done(seq)

@@ -6,8 +6,9 @@ from typing import Any
 
 from hpcrl.algorithms import factory
 from hpcrl.algorithms.interface import Algorithm
+from hpcrl.spec.divergence import Divergence
 from hpcrl.spec.tables import ALGORITHMS
 
 
-def make_pair(section: Any) -> Algorithm:
-    return factory.make_pair(ALGORITHMS[section.advantage_estimator], section)
+def make_pair(section: Any, divergence: Divergence | None = None) -> Algorithm:
+    return factory.make_pair(ALGORITHMS[section.advantage_estimator], section, divergence=divergence)

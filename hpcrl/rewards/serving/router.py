@@ -197,12 +197,22 @@ def _check_names(config: Config, rows: Mapping[Split, RowSet]) -> list[str]:
         key, otherwise = "rollout.domains", "the keys of rollout are for all"
         wrong = [name for name in config.rollout.domains if name not in domains] if trains else []
         problems += [f"{key}.{name}: {_no_row_of(name, domains, key, otherwise)}" for name in wrong]
+        problems += _check_losses(config, rows)
     if config.evaluates and "val" in rows:
         domains, key = rows["val"].domain_names, "eval.sets"
         wrong = [name for name in config.eval.sets if name not in domains]
         told = [_no_row_of(name, domains, key, "the keys of eval are for all", "data.val") for name in wrong]
         problems += [f"{key}.{name}: {text}" for name, text in zip(wrong, told, strict=True)]
     return problems
+
+
+def _check_losses(config: Config, rows: Mapping[Split, RowSet]) -> list[str]:
+    """Reports weights of domains without a row to train on."""
+    if not config.learns_from_rewards or "train" not in rows:
+        return []
+    domains, otherwise = rows["train"].domain_names, "loss.default is for all domains without their own"
+    wrong = [name for name in config.loss if name not in (*domains, DEFAULT)]
+    return [f"loss.{name}: {_no_row_of(name, domains, 'loss', otherwise, 'data.train')}" for name in wrong]
 
 
 def _unused(config: Config, rows: Mapping[Split, RowSet]) -> set[str]:
