@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hpcrl.algorithms.distill import DistillAdvantage
 from hpcrl.algorithms.interface import Algorithm
 from hpcrl.algorithms.value_loss import ValueLoss
 from hpcrl.config import Config
@@ -14,7 +15,10 @@ def make_algorithm(config: Config) -> Algorithm:
     """The objective of the run's pipeline, or the estimator and objective of its section `algorithm`."""
     if path := config.pipeline_spec.objective:
         return Algorithm(load(path, f"the objective of pipeline={config.pipeline}")())
-    return make_pair(config.algorithm_spec, config.algorithm, config.rollout.temperature or 1.0)
+    made = make_pair(config.algorithm_spec, config.algorithm, config.rollout.temperature or 1.0)
+    if isinstance(made.estimator, DistillAdvantage):
+        made.estimator.coef = config.teacher.coef
+    return made
 
 
 def make_value_loss(config: Config) -> ValueLoss:

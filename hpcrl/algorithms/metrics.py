@@ -51,10 +51,16 @@ def _image_stats(batch: Batch) -> Stats:
 
 
 def advantage_stats(batch: Batch) -> Stats:
-    """Advantages, returns and a critic's values of this rank's model tokens, after the advantage estimator."""
+    """Advantages, returns and a critic's values of this rank's model tokens, after the advantage estimator; with a
+    teacher its log-probs, and the reverse KL(policy, teacher) in nats per token, estimated from the tokens drawn."""
     index = model_tokens(batch)
     filled = {"advantages": batch.advantages, "returns": batch.returns, "values": batch.values}
-    return {f"critic/{name}/*": stat(values[index]) for name, values in filled.items() if values is not None}
+    stats = {f"critic/{name}/*": stat(values[index]) for name, values in filled.items() if values is not None}
+    if batch.teacher_logprobs is not None:
+        stats["distill/teacher_logprob"] = stat(teacher := batch.teacher_logprobs[index])
+        if batch.old_logprobs is not None:
+            stats["distill/reverse_kl"] = stat(batch.old_logprobs[index] - teacher)
+    return stats
 
 
 def domain_stats(batch: Batch, table: RewardTable) -> Stats:

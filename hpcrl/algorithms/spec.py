@@ -84,6 +84,13 @@ class RaftPlusPlus(PolicyLoss):
     """Rewards above this value are positive."""
 
 
+class Distill(PolicyLoss):
+    """On-policy distillation: a token's advantage is the teacher's log-prob minus the policy's."""
+
+    advantage_estimator: Literal["distill"] = "distill"
+    """The advantage estimator."""
+
+
 class TurnLoss(PolicyLoss):
     """Keys of advantage estimators for an episode's turns."""
 
@@ -200,6 +207,14 @@ RAFT_PLUS_PLUS_SPEC = AlgorithmSpec(
     section=RaftPlusPlus,
     make="hpcrl.algorithms.raft_plus_plus:RaftPlusPlusAdvantage",
     objective=POLICY_GRADIENT,
+)
+
+DISTILL_SPEC = AlgorithmSpec(
+    about="On-policy distillation: each token is judged by a teacher.",
+    section=Distill,
+    make="hpcrl.algorithms.distill:DistillAdvantage",
+    objective=POLICY_GRADIENT,
+    uses_teacher=lambda section: True,
 )
 
 GAE_SPEC = AlgorithmSpec(

@@ -23,11 +23,12 @@ from hpcrl.config.part_names import listed, once, own_section
 from hpcrl.config.profiling import ProfileConfig
 from hpcrl.config.rollout import EvalConfig, RolloutConfig
 from hpcrl.config.scalar_heads import CriticConfig, RewardModelConfig
+from hpcrl.config.teacher import TeacherConfig
 from hpcrl.config.untrained import as_untrained
 from hpcrl.spec.fields import NUMBER, Natural, Positive, Seconds, Section, Seed
 from hpcrl.spec.kinds import AlgorithmSpec, PipelineSpec
 from hpcrl.spec.policy_loss import SURROGATE_KEYS, PolicyLoss
-from hpcrl.spec.tables import ALGORITHMS, PIPELINES, REWARDS, TRACKERS
+from hpcrl.spec.tables import ALGORITHMS, PIPELINES, REWARDS, TRACKERS, TRAIN_ENGINES
 
 S = TypeVar("S", bound=Section)
 
@@ -145,6 +146,8 @@ class Config(Section):
     """Training engine."""
     reference: ReferenceConfig = ReferenceConfig()
     """The reference."""
+    teacher: TeacherConfig = TeacherConfig()
+    """The teacher."""
     critic: CriticConfig = CriticConfig()
     """The critic."""
     generator: GeneratorConfig = GeneratorConfig()
@@ -304,6 +307,29 @@ class Config(Section):
         model = self.model.model_copy(update={"path": self.reference.path or self.model.path})
         trainer = self.trainer.model_copy(update={"lora": LoRAConfig()}).of_another_model()
         return self.model_copy(update={"model": model, "trainer": trainer})
+
+    @property
+    def uses_teacher(self) -> bool:
+        """Whether the algorithm or the pipeline reads what a teacher gives for the generated tokens."""
+        if not (self.learns and self.learns_from_rewards):
+            return False
+        algorithm = self.algorithm_spec
+        return "teacher" in (*self.pipeline_spec.roles, *algorithm.roles) or algorithm.uses_teacher(self.algorithm)
+
+    @property
+    def teacher_engine(self) -> str:
+        """Name of the training engine that the teacher's ranks use."""
+        return "fake" if self.debug == "fake" else self.teacher.engine or self.trainer.engine
+
+    def of_teacher(self) -> Config:
+        """The configuration that the teacher's engine and its plan read: with the teacher's model, engine and dtype,
+        and without what only the policy's training needs."""
+        engine = self.teacher.engine or self.trainer.engine
+        head = self.trainer.head_dtype if TRAIN_ENGINES[engine].float32_head else None
+        changes = {"engine": engine, "lora": LoRAConfig(), "router_replay": False, "freeze": [], "head_dtype": head}
+        trainer = self.trainer.model_copy(update=changes).of_another_model()
+        own = {"path": self.teacher.path or self.model.path, "dtype": self.trainer.param_dtype, "mtp": "drop"}
+        return self.model_copy(update={"model": self.model.model_copy(update=own), "trainer": trainer})
 
     @property
     def uses_critic(self) -> bool:

@@ -236,6 +236,14 @@ class Logprobs(Message):
     micro_batches: list[list[int]]
 
 
+class Teach(Message):
+    """Fill the batch's `fields` with what the teacher gives for its tokens (teacher.form)."""
+
+    batch: int
+    fields: list[str]
+    micro_batches: list[list[int]]
+
+
 class Values(Message):
     """Fill the batch's field `values` with the critic's values."""
 
@@ -396,6 +404,7 @@ Command = (
     | LoadRows
     | LoadRollouts
     | Logprobs
+    | Teach
     | Values
     | SendTokens
     | SetSampleWeights

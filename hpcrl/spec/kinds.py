@@ -97,6 +97,8 @@ class PipelineSpec(Spec):
     """Whether rank 0 runs it without other ranks, engines, data and steps; it then reads none of their keys."""
     inspect: Callable[[Any, bool], Iterable[Problem]] = _no_files
     """`inspect(config, resumes)`: problems of the files that it reads and writes, found before anything starts."""
+    needs_reward: bool = True
+    """Whether every prompt needs a reward; otherwise a domain without one scores 0 (the reward `none`)."""
     batch_size: Callable[[Any], int] | None = None
     """Rows of a step, if the rows are not prompts with groups of responses."""
     pairs: bool = False
@@ -192,6 +194,8 @@ class TrainEngineSpec(Spec):
     make_critic: str = ""
     """`module:NAME` of make_critic(config, model_path, total_steps), which all ranks of a critic call with
     Config.of_critic(); it returns a ValueEngine (hpcrl.engines.train.training_engine). Empty: it has no value head."""
+    teaches: frozenset[str] = frozenset({"sampled"})
+    """The values of teacher.form that it gives as a teacher's engine."""
     selectable: bool = True
     """Whether trainer.engine may name it."""
 
@@ -272,6 +276,8 @@ class AlgorithmSpec(Spec):
     """The optional outputs of the engine that its objective needs or logs (hpcrl.algorithms.interface.Outputs)."""
     uses_reference: Callable[[Any], bool] = lambda section: section.uses_reference
     """Whether it needs the reference policy's log-probs."""
+    uses_teacher: Callable[[Any], bool] = lambda section: False
+    """Whether it needs what a teacher gives for the generated tokens (teacher.form)."""
     uses_critic: Callable[[Any], bool] = lambda section: False
     """Whether it needs a critic's values."""
     compares_group: Callable[[Any], bool] = lambda section: False

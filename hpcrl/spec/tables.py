@@ -21,6 +21,7 @@ PIPELINES = SpecTable(
         "rlvr": "hpcrl.pipelines.rlvr:SPEC",
         "sft": "hpcrl.pipelines.sft:SPEC",
         "agentic": "hpcrl.pipelines.agentic:SPEC",
+        "distill": "hpcrl.pipelines.distill:SPEC",
         "evaluate": "hpcrl.pipelines.evaluate:SPEC",
         "convert": "hpcrl.pipelines.convert:SPEC",
     },
@@ -33,6 +34,7 @@ ROLES = SpecTable(
         "trainer": "hpcrl.workers.spec:TRAINER",
         "generator": "hpcrl.workers.spec:GENERATOR",
         "reference": "hpcrl.workers.spec:REFERENCE",
+        "teacher": "hpcrl.workers.spec:TEACHER",
         "critic": "hpcrl.workers.spec:CRITIC",
         "judge": "hpcrl.workers.spec:JUDGE",
         "reward_model": "hpcrl.workers.spec:REWARD_MODEL",
@@ -78,6 +80,7 @@ ALGORITHMS = SpecTable(
         "turn_reinforce": "hpcrl.algorithms.spec:TURN_REINFORCE_SPEC",
         "turn_gae": "hpcrl.algorithms.spec:TURN_GAE_SPEC",
         "gigpo": "hpcrl.algorithms.spec:GIGPO_SPEC",
+        "distill": "hpcrl.algorithms.spec:DISTILL_SPEC",
     },
 )
 
@@ -104,6 +107,7 @@ REWARDS = SpecTable(
         "judge": "hpcrl.rewards.spec:JUDGE",
         "reward_model": "hpcrl.rewards.spec:REWARD_MODEL",
         "sort_digits": "hpcrl.rewards.spec:SORT_DIGITS",
+        "none": "hpcrl.rewards.spec:NONE",
         "fake": "hpcrl.rewards.spec:FAKE",
         "function": "hpcrl.rewards.spec:FUNCTION",
     },

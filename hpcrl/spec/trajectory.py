@@ -252,6 +252,13 @@ declare(
         "the trainer's entropies before the step, nats; only with `algorithm.entropy_share`",
     ),
     Field("ref_logprobs", "float32", Level.TOKEN, Origin.TRAINING, "the reference's log-probs"),
+    Field(
+        "teacher_logprobs",
+        "float32",
+        Level.TOKEN,
+        Origin.TRAINING,
+        "the teacher's log-probs; only with `teacher.form=sampled`",
+    ),
     Field("values", "float32", Level.TOKEN, Origin.TRAINING, "the critic's values"),
     Field("advantages", "float32", Level.TOKEN, Origin.TRAINING, "advantage of each token"),
     Field("returns", "float32", Level.TOKEN, Origin.TRAINING, "returns of each token"),
