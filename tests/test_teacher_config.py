@@ -147,18 +147,20 @@ def test_a_folder_that_cannot_be_the_teacher_is_named(policy: Path, other: Path,
         content["model"]["vocab"].pop("<|im_end|>", None)
         (folder / "tokenizer.json").write_text(json.dumps(content))
 
-    other_end = changed("other_end", renamed)
+    other_end, eos = changed("other_end", renamed), json.loads((policy / "config.json").read_text())["eos_token_id"]
     assert problem(other_end) == (
         f"teacher.path: {other_end} has another vocabulary than {policy} (model.path): token '<|im_end|>' does not "
-        f"exist, not {json.loads((policy / 'config.json').read_text())['eos_token_id']}; give a model with the policy's "
-        "tokenizer"
+        f"exist, not {eos}; give a model with the policy's tokenizer"
     )
 
 
-def test_a_teacher_with_fewer_rows_than_the_policy_is_refused(policy: Path, tmp_path: Path) -> None:
+def test_a_teacher_with_fewer_rows_than_the_policy_judges_only_sampled_tokens(policy: Path, tmp_path: Path) -> None:
     few = tmp_path / "few"
     make_tiny_model(TinyModel(hidden_size=16, num_layers=1, vocab_size=300, **SIZES), few)
     config = load([*DISTILL, f"model.path={policy}", f"teacher.path={few}"])
-    found = [problem.text for problem in check_sizes(config, RoleLayout.from_config(config), shape_of(str(policy), ""))]
+    layout, shape = RoleLayout.from_config(config), shape_of(str(policy), "")
+    assert check_sizes(config, layout, shape) == []
+    over_all = config.model_copy(update={"teacher": config.teacher.model_copy(update={"form": "full"})})
+    found = [problem.text for problem in check_sizes(over_all, layout, shape)]
     text = f"teacher.path: {few} has a vocabulary of 300 rows, the policy's 320; give a model with at least as many"
     assert found == [text]

@@ -283,13 +283,19 @@ def updates(
 
 
 def send_tokens(
-    controller: Controller, batch: BatchHandle, field: str, source: tuple[str, Division], dest: tuple[str, Division]
+    controller: Controller,
+    batch: BatchHandle,
+    field: str,
+    source: tuple[str, Division],
+    dest: tuple[str, Division],
+    width: int = 0,
 ) -> None:
-    """Send a token field from one role's ranks to another role's ranks; the roles have different ranks."""
+    """Send a token field from one role's ranks to another role's ranks; the roles have different ranks. `width` as in
+    SendTokens."""
     (giver, given), (taker, taken) = source, dest
     homes = {sample: rank for rank, samples in batch.rows_of(giver).items() for sample in samples}
     between, leaders = moves(homes, batch.rows_of(taker), batch.sizes), {*given.leaders, *taken.leaders}
-    for part in token_transfers(batch.id, RolloutTransfer.NAME, field, between, leaders, taker):
+    for part in token_transfers(batch.id, RolloutTransfer.NAME, field, between, leaders, taker, width):
         controller.call(part)
     _broadcast(controller, {taker: taken}, batch.id, field)
 

@@ -237,10 +237,11 @@ class Logprobs(Message):
 
 
 class Teach(Message):
-    """Fill the batch's `fields` with what the teacher gives for its tokens (teacher.form)."""
+    """Fill fields of the batch with what the teacher gives for its tokens (teacher.form): [T], or [T, width] for a
+    field with a width above 0."""
 
     batch: int
-    fields: list[str]
+    widths: dict[str, int]
     micro_batches: list[list[int]]
 
 
@@ -252,13 +253,15 @@ class Values(Message):
 
 
 class SendTokens(Message):
-    """Send one token field of a batch to the ranks of the role `dest`, by the moves from or to this rank."""
+    """Send one token field of a batch to the ranks of the role `dest`, by the moves from or to this rank. `width`: of a
+    field of any width (hpcrl.spec.trajectory.Field), numbers per token; 0: as declared."""
 
     batch: int
     group: str
     field: str
     moves: list[Move]
     dest: str = "trainer"
+    width: int = 0
 
 
 class SetSampleWeights(Message):

@@ -89,7 +89,10 @@ def reference_parts(config: Config, shape: ModelShape, num_ranks: int) -> list[P
 def check_reference(config: Config, layout: RoleLayout, shape: ModelShape) -> Iterator[Problem]:
     """Problems of the engine with the reference model in reference.path, for these sizes and ranks. CannotPlanError as
     above."""
-    yield from _check_frozen("reference", config, config.of_reference(), layout, reference_shape(config, shape), shape)
+    own, sizes = config.of_reference(), reference_shape(config, shape)
+    yield from _check_frozen("reference", own, layout, sizes)
+    if config.learns_from_rewards:  # a generator may draw any row
+        yield from _check_rows("reference", own, sizes, shape)
 
 
 def teacher_shape(config: Config, policy: ModelShape) -> ModelShape:
@@ -107,18 +110,24 @@ def teacher_parts(config: Config, shape: ModelShape, num_ranks: int) -> list[Par
 
 def check_teacher(config: Config, layout: RoleLayout, shape: ModelShape) -> Iterator[Problem]:
     """Problems of the engine with the model in teacher.path, as check_reference()."""
-    yield from _check_frozen("teacher", config, config.of_teacher(), layout, teacher_shape(config, shape), shape)
+    own, sizes = config.of_teacher(), teacher_shape(config, shape)
+    yield from _check_frozen("teacher", own, layout, sizes)
+    if config.teacher.form != "sampled":  # where a token that the teacher lacks has a log-prob
+        yield from _check_rows("teacher", own, sizes, shape)
 
 
-def _check_frozen(
-    role: RoleName, config: Config, own: Config, layout: RoleLayout, sizes: ModelShape, policy: ModelShape
-) -> Iterator[Problem]:
-    """Problems of the engine of a role with a frozen model in its own folder, for its configuration and the sizes of
-    this model and the policy's."""
+def _check_frozen(role: RoleName, own: Config, layout: RoleLayout, sizes: ModelShape) -> Iterator[Problem]:
+    """Problems of the engine of a role with a frozen model in its own folder, for its configuration and the model's
+    sizes."""
     key = (role, "path")
     for problem in train_plan(own).check(own, layout, sizes):
         yield Problem(problem.path, f"{problem.text} ({dotted(key)})", (*problem.involves, key))
-    if config.learns_from_rewards and sizes.vocab_size < policy.vocab_size:  # a generator may draw any row
+
+
+def _check_rows(role: RoleName, own: Config, sizes: ModelShape, policy: ModelShape) -> Iterator[Problem]:
+    """A frozen model whose vocabulary has fewer rows than the policy's."""
+    key = (role, "path")
+    if sizes.vocab_size < policy.vocab_size:
         text = f"{own.model.path} has a vocabulary of {sizes.vocab_size} rows, the policy's {policy.vocab_size}"
         yield Problem(key, f"{dotted(key)}: {text}; give a model with at least as many", (("model", "path"),))
 
