@@ -133,7 +133,7 @@ def test_all_problems_are_reported_at_once_with_place_and_suggestion() -> None:
         "rollout.num_promts: unknown key; did you mean rollout.num_prompts? (override 'rollout.num_promts=4')",
         "reward.default.name: expected 'exact_match', 'math', 'numeric', 'choice', 'grounding', 'f1', 'regex', "
         "'json_schema', 'ifeval', 'code', 'length', 'repetition', 'tags', 'language', 'composed', 'reasoning_gym', "
-        "'judge', 'reward_model', 'sort_digits', "
+        "'judge', 'reward_model', 'sort_digits', 'none', "
         "'fake' or 'function', got 'mth'; did you mean math? (override 'reward.default.name=mth')",
         "trainer.lr: expected a number, got 'fast' (override 'trainer.lr=fast')",
         "trainer.betas.1: missing (override 'trainer.betas=[.9]')",
@@ -1034,7 +1034,8 @@ def test_a_preset_name_is_not_an_estimator_name() -> None:
 
 @pytest.mark.parametrize("name", groups()["algorithm"])
 def test_the_plan_names_the_preset(name: str) -> None:
-    config = load([f"algorithm={name}", "rollout.max_new_tokens=256"])
+    models = ["model.path=a", "teacher.path=b"] if name == "distill" else []
+    config = load([f"algorithm={name}", "rollout.max_new_tokens=256", *models])
     assert preset_of(config) == name
     assert preset_of(load(["algorithm=dapo", "algorithm.pg_clip_high=.5"])) == "grpo", "negative control"
 

@@ -15,8 +15,8 @@ def make_algorithm(config: Config) -> Algorithm:
     """The objective of the run's pipeline, or the estimator and objective of its section `algorithm`."""
     if path := config.pipeline_spec.objective:
         return Algorithm(load(path, f"the objective of pipeline={config.pipeline}")())
-    divergence = config.divergence if any(weights.divergence for weights in config.loss.values()) else None
-    return make_pair(config.algorithm_spec, config.algorithm, config.rollout.temperature or 1.0, divergence)
+    temperature = config.rollout.temperature or 1.0
+    return make_pair(config.algorithm_spec, config.algorithm, temperature, config.divergence)
 
 
 def make_value_loss(config: Config) -> ValueLoss:

@@ -143,7 +143,8 @@ class AdvantageEstimator(Adaptive, ABC):
     """Turns rewards into advantages. Built once per trainer rank from its section of the configuration."""
 
     reads: frozenset[str] = frozenset()
-    """Fields of the batch that must be filled beforehand: any of old_logprobs, ref_logprobs, values."""
+    """Fields of the batch that must be filled beforehand: any of old_logprobs, ref_logprobs, teacher_logprobs,
+    values."""
 
     @abstractmethod
     def assign(self, batch: Batch, table: RewardTable, all_sum: AllSum) -> Stats:

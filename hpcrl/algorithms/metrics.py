@@ -51,10 +51,14 @@ def _image_stats(batch: Batch) -> Stats:
 
 
 def advantage_stats(batch: Batch) -> Stats:
-    """Advantages, returns and a critic's values of this rank's model tokens, after the advantage estimator."""
+    """Advantages, returns and a critic's values of this rank's model tokens, after the advantage estimator, and the
+    teacher's log-probs of them."""
     index = model_tokens(batch)
     filled = {"advantages": batch.advantages, "returns": batch.returns, "values": batch.values}
-    return {f"critic/{name}/*": stat(values[index]) for name, values in filled.items() if values is not None}
+    stats = {f"critic/{name}/*": stat(values[index]) for name, values in filled.items() if values is not None}
+    if batch.teacher_logprobs is not None:
+        stats["distill/teacher_logprob"] = stat(batch.teacher_logprobs[index])
+    return stats
 
 
 def domain_stats(batch: Batch, table: RewardTable) -> Stats:

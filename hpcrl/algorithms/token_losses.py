@@ -22,15 +22,17 @@ from hpcrl.spec.divergence import Divergence
 
 def fill_weights(config: Config, batch: Batch, domains: Mapping[str, Sequence[int]]) -> None:
     """Fill policy_weights, ce_weights and divergence_weights [T], 0 outside loss_mask; a field stays None if its weight
-    is the default in every domain. domains: name -> ids of its groups. The same fields are filled on all ranks."""
+    is the default in every domain. domains: name -> ids of its groups; all
+    other groups have the section `default`. The same fields are filled on all ranks."""
     sections = [config.loss_of("default"), *config.loss.values()]
     names = [name for name, default in DEFAULTS.items() if any(getattr(each, name) != default for each in sections)]
     if not names:
         return
-    rows = {name: torch.full((batch.num_sequences,), DEFAULTS[name]) for name in names}
-    for domain, groups in domains.items():
+    rows = {name: torch.empty(batch.num_sequences) for name in names}
+    others = torch.ones(batch.num_sequences, dtype=torch.bool)
+    for domain, groups in [("default", None), *domains.items()]:
         weights = config.loss_of(domain)
-        chosen = torch.isin(batch.group_ids, batch.group_ids.new_tensor(list(groups)))
+        chosen = others if groups is None else torch.isin(batch.group_ids, batch.group_ids.new_tensor(list(groups)))
         for name in names:
             rows[name][chosen] = getattr(weights, name)
         if "ce" in names and weights.ce_above is not None:

@@ -18,6 +18,11 @@ from hpcrl.spec.tables import GEN_ENGINES, ROLES
 CONTROLLER = 0
 """Rank of the controller."""
 
+FROZEN_ROLES: tuple[RoleName, ...] = ("reference", "teacher")
+"""Roles with a training engine for a frozen model; their ranks share the rows of a whole batch."""
+ENGINE_ROLES: tuple[RoleName, ...] = ("trainer", *FROZEN_ROLES, "critic")
+"""Roles with a training engine, whose ranks get the rows of batches."""
+
 
 @dataclass(frozen=True)
 class RoleLayout:
@@ -96,8 +101,8 @@ class RoleLayout:
 
     @property
     def free_replicas(self) -> tuple[tuple[int, ...], ...]:
-        """Replicas without controller, trainer or reference ranks: they also run during training, and the run survives
-        their loss."""
+        """Replicas without controller ranks and ranks of a training engine: they also run during training, and the run
+        survives their loss."""
         owners = [name for name, role in ROLES.items() if role.owns_default_group]
         busy = {CONTROLLER, *(rank for name in owners for rank in self.ranks.get(name, ()))}
         return tuple(replica for replica in self.replicas if busy.isdisjoint(replica))
@@ -269,18 +274,22 @@ def _check_engines_of_a_process(config: Config, ranks: Mapping[RoleName, tuple[i
 
 
 def _check_shared_rows(config: Config, ranks: Mapping[RoleName, tuple[int, ...]]) -> Iterator[Problem]:
-    """A critic on another role's ranks gets that role's rows, so both engines must divide the ranks equally."""
-    if not (mine := ranks["critic"]):
-        return
-    groups = ROLES["critic"].division(config, len(mine)).groups
-    for other in ("trainer", "reference"):
-        if ranks[other] == mine and ROLES[other].division(config, len(mine)).groups != groups:
-            text = (
-                f"critic.engine: {config.critic_engine} divides {len(mine)} ranks into {len(groups)} group(s) with the "
-                f"same rows, and the {other} on these ranks divides them differently; give the critic separate ranks: "
-                "layout.critic.colocate_with=null layout.critic.num_ranks=N"
-            )
-            yield Problem(("critic", "engine"), text, (("layout", "critic"), ("trainer",)))
+    """A critic or a teacher on another role's ranks gets that role's rows, so both engines must divide the ranks
+    equally."""
+    engines: dict[RoleName, str] = {"critic": config.critic_engine, "teacher": config.teacher_engine}
+    for role, engine in engines.items():
+        if not (mine := ranks[role]):
+            continue
+        groups = ROLES[role].division(config, len(mine)).groups
+        for other in (other for other in ENGINE_ROLES if other != role and ranks[other] == mine):
+            if ROLES[other].division(config, len(mine)).groups != groups:
+                text = (
+                    f"{role}.engine: {engine} divides {len(mine)} ranks into {len(groups)} group(s) with the same "
+                    f"rows, and the {other} on these ranks divides them differently; give the {role} separate ranks: "
+                    f"layout.{role}.colocate_with=null layout.{role}.num_ranks=N"
+                )
+                yield Problem((role, "engine"), text, (("layout", role), ("trainer",)))
+                return
 
 
 def _before(role: RoleName) -> list[RoleName]:

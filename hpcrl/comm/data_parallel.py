@@ -44,14 +44,16 @@ class DataParallel:
                 self._from(0, flat)
         return tensors
 
-    def outputs(self, values: Tensor | None, num_tokens: int) -> Tensor:
-        """Broadcast `values`, float32 [T], from the rank that holds the outputs; other ranks may pass None. Called by
-        all ranks of a data-parallel rank."""
+    def outputs(
+        self, values: Tensor | None, num_tokens: int, width: int = 0, dtype: torch.dtype = torch.float32
+    ) -> Tensor:
+        """Broadcast `values`, [T] or with a width [T, width], from the rank that holds the outputs; other ranks may
+        pass None. Called by all ranks of a data-parallel rank."""
         if self._inside is None or self.holds_outputs:
             assert values is not None, "this rank holds the outputs"
             given = values
         else:
-            given = torch.empty(num_tokens)
+            given = torch.empty((num_tokens, width) if width else num_tokens, dtype=dtype)
         return given if self._inside is None else self._from(self._output, given)
 
     def _from(self, root: int, tensor: Tensor) -> Tensor:

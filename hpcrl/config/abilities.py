@@ -18,6 +18,7 @@ from hpcrl.spec.table import SpecTable
 from hpcrl.spec.tables import ENVS, GEN_ENGINES, REWARDS, ROLES, TRACKERS, TRAIN_ENGINES
 
 CRITIC_ENGINE, ESTIMATOR = ("critic", "engine"), ("algorithm", "advantage_estimator")
+TEACHER_ENGINE = ("teacher", "engine")
 
 
 def chosen(config: Config) -> Iterator[tuple[Path, str, Spec]]:
@@ -27,6 +28,8 @@ def chosen(config: Config) -> Iterator[tuple[Path, str, Spec]]:
     yield ("generator", "engine"), config.generator.engine, GEN_ENGINES[config.generator.engine]
     if config.uses_critic and (engine := config.critic.engine or config.trainer.engine) != config.trainer.engine:
         yield CRITIC_ENGINE, engine, TRAIN_ENGINES[engine]
+    if config.uses_teacher and (engine := config.teacher.engine or config.trainer.engine) != config.trainer.engine:
+        yield TEACHER_ENGINE, engine, TRAIN_ENGINES[engine]
     if config.learns:
         for engine in sorted({config.trainer.engine, config.critic_engine if config.uses_critic else ""} - {""}):
             if (optimizer := TRAIN_ENGINES[engine].optimizers.get(config.trainer.optimizer)) is not None:
@@ -77,6 +80,7 @@ def check_abilities(config: Config) -> Iterator[Problem]:
     yield from _freeze(config)
     yield from _mtp(config)
     yield from _reference(config)
+    yield from _teacher(config)
     yield from _critic(config)
     yield from _segments(config)
     for path, name, spec in chosen(config):
@@ -101,6 +105,10 @@ def check_abilities(config: Config) -> Iterator[Problem]:
     if config.learns and (lacking := sorted(config.algorithm_spec.outputs(config.algorithm) - trainer.computes)):
         text = f"the objective needs {', '.join(lacking)}, which the {train_engine} trainer does not compute"
         yield Problem(("algorithm",), f"algorithm: {text}; choose another trainer.engine", (trains,))
+    if config.uses_teacher and config.teacher.form != "sampled" and "divergence" not in trainer.computes:
+        instead = _able(TRAIN_ENGINES, trains, lambda spec: "divergence" in spec.computes)
+        text = f"the {train_engine} trainer does not compute the divergence of {config.teacher.form}; use sampled{instead}"
+        yield Problem(("teacher", "form"), f"teacher.form: {text}", (trains,))
 
 
 def _optimizers(config: Config) -> Iterator[Problem]:
@@ -181,13 +189,38 @@ def _reference(config: Config) -> Iterator[Problem]:
     replace."""
     if not config.uses_reference or config.reference.path is None:
         return
-    if config.model.path is None:
-        text = "the run creates the policy (model.tiny), and no other model has its vocabulary"
-        yield Problem(("reference", "path"), f"reference.path: {text}; give model.path, too", (("model", "path"),))
+    yield from _without_policy("reference", config)
     if config.learns_from_rewards and (every := config.algorithm.ref_update_steps) is not None:
         path = ("algorithm", "ref_update_steps")
         text = f"{every}, but the policy's weights do not fit the model of reference.path; use null for one of them"
         yield Problem(path, f"{dotted(path)}: {text}", (("reference", "path"),))
+
+
+def _without_policy(role: str, config: Config) -> Iterator[Problem]:
+    """Report the path of a second model if the run creates the policy."""
+    if config.model.path is None:
+        text = "the run creates the policy (model.tiny), and no other model has its vocabulary"
+        yield Problem((role, "path"), f"{role}.path: {text}; give model.path, too", (("model", "path"),))
+
+
+def _teacher(config: Config) -> Iterator[Problem]:
+    """Report a missing teacher, and an engine that cannot be its."""
+    if not config.uses_teacher or config.debug == "fake":
+        return
+    name, key = config.teacher_engine, TEACHER_ENGINE
+    if config.teacher.path is None:
+        text = "there is no model to learn from; give a folder in HF layout with the policy's tokenizer"
+        yield Problem(("teacher", "path"), f"teacher.path: {text}", (("algorithm",), ("pipeline",)))
+        return
+    yield from _without_policy("teacher", config)
+    if config.teacher.form not in (gives := TRAIN_ENGINES[name].teaches):
+        instead = _able(TRAIN_ENGINES, key, lambda spec: config.teacher.form in spec.teaches)
+        text = f"the {name} teacher gives only {', '.join(sorted(gives))}{instead}"
+        yield Problem(("teacher", "form"), f"teacher.form: {config.teacher.form}, but {text}", (key,))
+    if config.deterministic and not TRAIN_ENGINES[name].deterministic and name != config.trainer.engine:
+        instead = _able(TRAIN_ENGINES, key, lambda spec: spec.deterministic)
+        text = f"deterministic: the {name} teacher is not deterministic; use false{instead}"
+        yield Problem(("deterministic",), text, (key,))
 
 
 def _heads(config: Config) -> Iterator[Problem]:
@@ -211,9 +244,10 @@ def _segments(config: Config) -> Iterator[Problem]:
     if not config.by_steps:
         return
     section = next(name for name, env in config.envs.items() if env.by_steps)
-    roles = {"trainer": config.learns, "critic": config.uses_critic}
-    for role in [role for role, runs in roles.items() if runs]:
-        name = config.trainer.engine if role == "trainer" else config.critic_engine
+    roles = {"trainer": config.trainer.engine} if config.learns else {}
+    roles |= {"critic": config.critic_engine} if config.uses_critic else {}
+    roles |= {"teacher": config.teacher_engine} if config.uses_teacher else {}
+    for role, name in roles.items():
         if not TRAIN_ENGINES[name].segments:
             instead = _able(TRAIN_ENGINES, (role, "engine"), lambda spec: spec.segments)
             text = f"the {name} {role} treats an episode as one sequence; use trajectory{instead}"
@@ -286,9 +320,9 @@ def check_family(
     yield Problem(path, text, (("generator", "engine"), ("model",)))
 
 
-def check_trainable(config: Config, model: Mapping[str, Any], path: Path) -> Iterator[Problem]:
+def check_trainable(config: Config, model: Mapping[str, Any], path: Path, role: str = "trainer") -> Iterator[Problem]:
     """Check that the training engine, if the run needs one, can train the model of this config.json, whose key is
-    `path`."""
+    `path`. `role` is that of the ranks; its section has the key of their engine."""
     name = config.trainer.engine
     pipeline, spec = config.pipeline_spec, TRAIN_ENGINES[name]
     if not pipeline.learns or config.debug == "fake":
@@ -301,9 +335,9 @@ def check_trainable(config: Config, model: Mapping[str, Any], path: Path) -> Ite
             for other, spec in TRAIN_ENGINES.items()
             if spec.selectable and other != name and not list(spec.unsupported(default[other], model))
         ]
-        remedy = f"; use trainer.engine={' or '.join(able)}" if able else ""
-        involved = (("trainer", "engine"), ("trainer", name), ("model",))
-        yield Problem(path, f"{dotted(path)}: the {name} trainer {' and '.join(lacking)}{remedy}", involved)
+        remedy = f"; use {role}.engine={' or '.join(able)}" if able else ""
+        involved = ((role, "engine"), ("trainer", name), ("model",))
+        yield Problem(path, f"{dotted(path)}: the {name} {role} {' and '.join(lacking)}{remedy}", involved)
 
 
 def check_parts(config: Config, model: Mapping[str, Any]) -> Iterator[Problem]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from hpcrl.config.abilities import (
     CRITIC_ENGINE,
+    TEACHER_ENGINE,
     check_abilities,
     check_family,
     check_length,
@@ -75,7 +76,8 @@ def _check_part(config: Config, path: Path, spec: Spec) -> Iterable[Problem]:
     """The problems that the selected part itself reports for the configuration."""
     if path == JUDGE_ENGINE:
         return map(as_judges, spec.check(config.of_judge()))
-    return spec.check(config.of_critic() if path == CRITIC_ENGINE else config)
+    of_role = {CRITIC_ENGINE: config.of_critic, TEACHER_ENGINE: config.of_teacher}
+    return spec.check(of_role[path]() if path in of_role else config)
 
 
 def check_placeholders(data: Mapping[str, Any]) -> list[Problem]:

@@ -92,7 +92,8 @@ FOREIGN: dict[str, str] = {
     # The reference
     "ref_load": "reference.path",
     "ref_model": "reference.path",
-    "teacher_model_name_or_path": "reference.path",
+    # The teacher
+    "teacher_model_name_or_path": "teacher.path",
     # The critic
     "lam": "algorithm.lambd",
     "gae_lambda": "algorithm.lambd",

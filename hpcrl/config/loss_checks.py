@@ -17,9 +17,6 @@ def check_loss_weights(config: Config) -> Iterator[Problem]:
         if not (weights.policy or weights.ce or weights.divergence):
             text = f"{key}: all weights are 0, so the domain would learn nothing; raise one, or leave its rows out"
             yield Problem(at, text)
-        if weights.divergence and config.divergence is None:
-            text = f"{key}.divergence: {weights.divergence:g}, but the run has no teacher; use 0"
-            yield Problem((*at, "divergence"), text, (("pipeline",),))
         if weights.ce_above is not None and not weights.ce:
             text = f"{key}.ce_above: {weights.ce_above:g}, but {key}.ce is 0; raise it, or use ce_above=null"
             yield Problem((*at, "ce_above"), text, ((*at, "ce"),))
@@ -34,9 +31,9 @@ def _objective(config: Config) -> Iterator[Problem]:
         name = getattr(config.algorithm, "advantage_estimator", "the algorithm")
         text = f"loss: {name} has an objective of its own, which reads no weights; leave the section out"
         yield Problem(("loss",), text, (("algorithm",),))
-    if any(weights.policy for weights in (*config.loss.values(), config.loss_of("default"))):
+    if config.has_policy_loss:
         return
-    for name in ("kl_loss_coef", "entropy_loss_coef"):
+    for name in ("kl_loss_coef", "kl_reward_coef", "entropy_loss_coef"):
         if value := getattr(config.algorithm, name):
             path = ("algorithm", name)
             text = f"algorithm.{name}: {value:g} is a part of the policy loss, whose weight is 0 in every domain; use 0"

@@ -11,7 +11,8 @@ from hpcrl.spec.fields import NUMBER, Natural, NonNegative, Positive, PositiveFl
 from hpcrl.spec.tables import TRAIN_ENGINES
 
 
-def _listed(name: str) -> str:
+def train_engine_name(name: str) -> str:
+    """The name of a training engine that a configuration may select; else a pydantic error with these names."""
     if name not in list(TRAIN_ENGINES) or not TRAIN_ENGINES[name].selectable:
         selectable = [other for other, spec in TRAIN_ENGINES.items() if spec.selectable]
         raise PydanticCustomError("literal_error", "{expected}", {"expected": " or ".join(selectable)})
@@ -25,7 +26,7 @@ class CriticConfig(Section):
     path: str | None = None
     """Folder in HF layout with its initial decoder, and with its head if it is an exported critic; null: the policy's
     folder (model)."""
-    engine: Annotated[str, AfterValidator(_listed)] | None = None
+    engine: Annotated[str, AfterValidator(train_engine_name)] | None = None
     """Training engine; null: trainer.engine."""
     lr: PositiveFloat = 1e-5
     """Peak learning rate (AdamW)."""

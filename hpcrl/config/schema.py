@@ -25,13 +25,14 @@ from hpcrl.config.part_names import listed, once, own_section
 from hpcrl.config.profiling import ProfileConfig
 from hpcrl.config.rollout import EvalConfig, RolloutConfig
 from hpcrl.config.scalar_heads import CriticConfig, RewardModelConfig
+from hpcrl.config.teacher import TeacherConfig
 from hpcrl.config.untrained import as_untrained
 from hpcrl.spec.divergence import Divergence
 from hpcrl.spec.fields import NUMBER, Natural, Positive, Seconds, Section, Seed
 from hpcrl.spec.kinds import AlgorithmSpec, PipelineSpec
 from hpcrl.spec.policy_loss import SURROGATE_KEYS, PolicyLoss
 from hpcrl.spec.table import SpecError
-from hpcrl.spec.tables import ALGORITHMS, PIPELINES, REWARDS, TRACKERS
+from hpcrl.spec.tables import ALGORITHMS, PIPELINES, REWARDS, TRACKERS, TRAIN_ENGINES
 
 S = TypeVar("S", bound=Section)
 
@@ -152,6 +153,8 @@ class Config(Section):
     """Training engine."""
     reference: ReferenceConfig = ReferenceConfig()
     """The reference."""
+    teacher: TeacherConfig = TeacherConfig()
+    """The teacher."""
     critic: CriticConfig = CriticConfig()
     """The critic."""
     generator: GeneratorConfig = GeneratorConfig()
@@ -250,8 +253,9 @@ class Config(Section):
 
     @property
     def algorithm_spec(self) -> AlgorithmSpec:
-        """The specification of the algorithm."""
-        return ALGORITHMS[str(getattr(self.algorithm, "advantage_estimator", ""))]
+        """The specification of the algorithm; without an advantage estimator if no domain learns from its rewards."""
+        spec = ALGORITHMS[str(getattr(self.algorithm, "advantage_estimator", ""))]
+        return spec if self.has_policy_loss else spec.without_rewards()
 
     @property
     def train_engine(self) -> str:
@@ -284,7 +288,15 @@ class Config(Section):
     @property
     def divergence(self) -> Divergence | None:
         """The divergence from the teacher; None without a teacher."""
-        return None
+        if not self.uses_teacher:
+            return None
+        teacher = self.teacher
+        return Divergence(teacher.form, teacher.beta, teacher.top_k, self.rollout.temperature or 1.0)
+
+    @property
+    def has_policy_loss(self) -> bool:
+        """Whether some domain may learn from its rewards."""
+        return any(weights.policy for weights in (*self.loss.values(), self.loss_of("default")))
 
     @property
     def generates(self) -> bool:
@@ -337,6 +349,29 @@ class Config(Section):
         model = self.model.model_copy(update={"path": self.reference.path or self.model.path})
         trainer = self.trainer.model_copy(update={"lora": LoRAConfig()}).of_another_model()
         return self.model_copy(update={"model": model, "trainer": trainer})
+
+    @property
+    def uses_teacher(self) -> bool:
+        """Whether the pipeline needs a teacher, or some domain's tokens learn from one (loss.NAME.divergence)."""
+        if not (self.learns and self.learns_from_rewards):
+            return False
+        asked = "teacher" in (*self.pipeline_spec.roles, *self.algorithm_spec.roles)
+        return asked or any(weights.divergence for weights in self.loss.values())
+
+    @property
+    def teacher_engine(self) -> str:
+        """Name of the training engine that the teacher's ranks use."""
+        return "fake" if self.debug == "fake" else self.teacher.engine or self.trainer.engine
+
+    def of_teacher(self) -> Config:
+        """The configuration that the teacher's engine and its plan read: with the teacher's model, engine and dtype,
+        and without what only the policy's training needs."""
+        engine = self.teacher.engine or self.trainer.engine
+        head = self.trainer.head_dtype if TRAIN_ENGINES[engine].float32_head else None
+        changes = {"engine": engine, "lora": LoRAConfig(), "router_replay": False, "freeze": [], "head_dtype": head}
+        trainer = self.trainer.model_copy(update=changes).of_another_model()
+        own = {"path": self.teacher.path or self.model.path, "dtype": self.trainer.param_dtype, "mtp": "drop"}
+        return self.model_copy(update={"model": self.model.model_copy(update=own), "trainer": trainer})
 
     @property
     def uses_critic(self) -> bool:

@@ -131,7 +131,7 @@ def _unread_of_sections(config: Config) -> Iterator[tuple[Path, Path, str]]:
 
 
 def _unread_models(config: Config) -> Iterator[tuple[Path, Path, str]]:
-    """Keys of reference and critic, if the run has none."""
+    """Keys of reference, teacher and critic, if the run has none."""
     if config.learns_from_rewards:
         name = getattr(config.algorithm, "advantage_estimator", "the algorithm")
         cause = "algorithm" if config.learns else "debug"
@@ -140,6 +140,15 @@ def _unread_models(config: Config) -> Iterator[tuple[Path, Path, str]]:
     if not config.uses_reference:
         lacks = "has no KL term (kl_loss_coef, kl_reward_coef)" if cause == "algorithm" else "has no reference"
         yield ("reference",), (cause,), f"{name} {lacks}"
+    if not config.uses_teacher:
+        if cause == "algorithm":
+            yield ("teacher",), ("loss",), "no domain learns from a teacher (loss.NAME.divergence)"
+        else:
+            yield ("teacher",), (cause,), f"{name} has no teacher"
+    elif config.teacher.form != "top_k":
+        yield ("teacher", "top_k"), ("teacher", "form"), f"form is {config.teacher.form}"
+    if config.teacher.form == "sampled":
+        yield ("teacher", "beta"), ("teacher", "form"), "form is sampled, the reverse KL"
     if not config.uses_critic:
         yield ("critic",), (cause,), f"{name} has no critic"
     else:
@@ -204,10 +213,11 @@ def _not_chosen(config: Config) -> Iterator[tuple[Path, Path, str]]:
         (("generator",), ("generator", "engine"), config.generator.engine, GEN_ENGINES.items()),
         (("judge",), ("judge", "engine"), config.judge.engine, GEN_ENGINES.items()),
     ]
+    others = [config.critic.engine] if config.uses_critic else []
+    others += [config.teacher.engine] if config.uses_teacher else []
     for section, key, chosen, entries in choices:
         for name, spec in entries:
-            of_critic = section == ("trainer",) and config.uses_critic and name == config.critic.engine
-            if name != chosen and spec.section is not None and not of_critic:
+            if name != chosen and spec.section is not None and not (section == ("trainer",) and name in others):
                 yield (*section, name), key, f"the {key[-1]} is {chosen}"
 
 

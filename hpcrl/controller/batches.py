@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from hpcrl.cluster.layout import RoleLayout
+from hpcrl.cluster.layout import FROZEN_ROLES, RoleLayout
 from hpcrl.config import Config
 from hpcrl.controller.balance import balance, micro_batches
 from hpcrl.messaging.messages import Move
@@ -81,8 +81,8 @@ def lay_out(config: Config, layout: RoleLayout, step: int, sizes: Mapping[int, S
     parts = split_mini_batches(sorted(sizes), config.algorithm.num_mini_batches)
     trainers, prompts = layout.division("trainer").leaders, {sample: split_sample_id(sample)[0] for sample in sizes}
     handle = BatchHandle(step, step, sizes, parts, assign_rows(sizes, parts, trainers, prompts), prompts=prompts)
-    # The critic trains by mini-batch and gets a share of each; the reference computes log-probs of the whole batch.
-    for role, pieces in (("critic", parts), ("reference", [sorted(sizes)])):
+    # The critic trains by mini-batch and gets a share of each; frozen models judge the whole batch.
+    for role, pieces in (("critic", parts), *((role, [sorted(sizes)]) for role in FROZEN_ROLES)):
         if (leaders := layout.division(role).leaders) and leaders != trainers:
             same = next((rows for rows in handle.rows_by_role.values() if set(rows) == set(leaders)), None)
             handle.rows_by_role[role] = same or assign_rows(sizes, pieces, leaders, prompts)

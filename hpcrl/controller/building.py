@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from hpcrl.cluster.layout import RoleLayout
+from hpcrl.cluster.layout import ENGINE_ROLES, RoleLayout
 from hpcrl.cluster.profiled import profiled_ranks
 from hpcrl.config import Config
 from hpcrl.controller.checkpoints import Checkpoints
@@ -23,6 +23,7 @@ from hpcrl.controller.profiles import StepProfiler
 from hpcrl.controller.reference_client import Reference
 from hpcrl.controller.rollouts import Rollouts
 from hpcrl.controller.supervised import AnswerRows
+from hpcrl.controller.teacher_client import Teacher
 from hpcrl.data import PromptSource
 from hpcrl.data.chat import bind
 from hpcrl.engines.expert_routes import routes_of
@@ -48,6 +49,7 @@ class Parts:
     roles: Roles
     trainer: Trainer
     reference: Reference
+    teacher: Teacher
     critic: Critic
     weights: Weights
     data: Rollouts | StoredRollouts | AnswerRows
@@ -93,8 +95,14 @@ def build(
     first_step = checkpoint.restore()
     background.check(checkpoint.commit_if_written)
     profiler = StepProfiler(controller, config.profile.steps, profiled_ranks(config, layout), first_step)
-    roles, critic = Roles(controller, layout), Critic(controller, layout, config)
-    return Parts(roles, trainer, reference, critic, weights, data, evaluation, checkpoint, first_step, profiler)
+    roles, critic, teacher = (
+        Roles(controller, layout),
+        Critic(controller, layout, config),
+        Teacher(controller, layout, config),
+    )
+    return Parts(
+        roles, trainer, reference, teacher, critic, weights, data, evaluation, checkpoint, first_step, profiler
+    )
 
 
 def build_evaluation(
@@ -113,7 +121,7 @@ def build_evaluation(
 def _build_ranks(controller: Controller, layout: RoleLayout, weights: Weights, transfer_group: RolloutTransfer) -> None:
     """Build engines and groups."""
     _build_roles(controller, layout)
-    if layout.ranks["generator"] or layout.ranks["reference"] or layout.ranks["critic"]:
+    if any(layout.ranks[role] for role in ("generator", *ENGINE_ROLES) if role != "trainer"):
         transfer_group.build()
     weights.build_groups()
     controller.built = True

@@ -350,6 +350,7 @@ def _world(config: Config, layout: RoleLayout) -> dict[str, Any]:
     for role, division in layout.divisions.items():
         ranks[_sharing(role)] = len(division.groups[0])
     found = {key: functools.reduce(lambda at, name: at[name], key.split("."), values) for key in keys}
+    ranks |= {"teacher.engine": config.teacher_engine} if config.uses_teacher else {}
     return ranks | found | {"critic.engine": config.critic_engine}
 
 

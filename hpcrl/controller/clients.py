@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcrl.algorithms.factory import make_algorithm
-from hpcrl.cluster.layout import RoleLayout
+from hpcrl.cluster.layout import ENGINE_ROLES, FROZEN_ROLES, RoleLayout
 from hpcrl.config import Config
 from hpcrl.controller.batches import BatchHandle, assign_rows, lay_out, moves
 from hpcrl.controller.transfers import rollout_transfers, token_transfers
@@ -108,17 +108,18 @@ class Trainer:
         keep_together: Mapping[int, int] | None = None,
     ) -> BatchHandle:
         """Load sequences of the training data as a batch of one mini-batch, balanced over the data-parallel ranks of
-        trainer and reference. Sequences with equal numbers in keep_together are on one rank, in one micro-batch."""
+        trainer and frozen models. Sequences with equal numbers in keep_together are on one rank, in one micro-batch."""
         by_sequence, together = dict(zip(sequences, sizes, strict=True)), keep_together or {}
         mini_batches = [sorted(by_sequence)]
         shares = assign_rows(by_sequence, mini_batches, self._division.leaders, keep_together=together)
         handle = BatchHandle(step, step, by_sequence, mini_batches, shares, keep_together=together)
         divisions = [self._division]
-        if (reference := self._layout.division("reference")).ranks not in ((), self.ranks):
-            handle.rows_by_role["reference"] = assign_rows(
-                by_sequence, mini_batches, reference.leaders, keep_together=together
-            )
-            divisions.append(reference)
+        for role in FROZEN_ROLES:
+            if (other := self._layout.division(role)).ranks not in ((), self.ranks):
+                handle.rows_by_role[role] = assign_rows(
+                    by_sequence, mini_batches, other.leaders, keep_together=together
+                )
+                divisions.append(other)
         loads = {rank: messages.LoadRows(handle.id, given) for rank, given in handle.all_rows.items()}
         self._controller.call(
             {rank: load for division in divisions for rank, load in division.replicate(loads).items()}
@@ -169,14 +170,14 @@ class Weights:
 
 
 class RolloutTransfer:
-    """The group in which replicas, trainers, references and critics exchange samples."""
+    """The group in which replicas and the roles with a training engine exchange samples."""
 
     NAME = "rollout"
 
     def __init__(self, controller: Controller, layout: RoleLayout):
         self._controller, self._layout = controller, layout
         self._divisions = {"trainer": layout.division("trainer")}
-        for role in ("reference", "critic"):
+        for role in ENGINE_ROLES[1:]:
             ranks = layout.division(role).ranks
             if all(division.ranks != ranks for division in self._divisions.values()):
                 self._divisions[role] = layout.division(role)
@@ -241,7 +242,7 @@ def lose_unreached(controller: Controller, answers: Iterable[messages.Done]) -> 
 
 
 def _drop(controller: Controller, layout: RoleLayout, batch: BatchHandle) -> None:
-    for rank in sorted({rank for role in ("trainer", "reference", "critic") for rank in layout.division(role).ranks}):
+    for rank in sorted({rank for role in ENGINE_ROLES for rank in layout.division(role).ranks}):
         controller.send(rank, messages.DropBatch(batch.id))
 
 
@@ -282,13 +283,19 @@ def updates(
 
 
 def send_tokens(
-    controller: Controller, batch: BatchHandle, field: str, source: tuple[str, Division], dest: tuple[str, Division]
+    controller: Controller,
+    batch: BatchHandle,
+    field: str,
+    source: tuple[str, Division],
+    dest: tuple[str, Division],
+    width: int = 0,
 ) -> None:
-    """Send a token field from one role's ranks to another role's ranks; the roles have different ranks."""
+    """Send a token field from one role's ranks to another role's ranks; the roles have different ranks. `width` as in
+    SendTokens."""
     (giver, given), (taker, taken) = source, dest
     homes = {sample: rank for rank, samples in batch.rows_of(giver).items() for sample in samples}
     between, leaders = moves(homes, batch.rows_of(taker), batch.sizes), {*given.leaders, *taken.leaders}
-    for part in token_transfers(batch.id, RolloutTransfer.NAME, field, between, leaders, taker):
+    for part in token_transfers(batch.id, RolloutTransfer.NAME, field, between, leaders, taker, width):
         controller.call(part)
     _broadcast(controller, {taker: taken}, batch.id, field)
 

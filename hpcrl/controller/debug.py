@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from hpcrl.cluster.layout import RoleLayout
+from hpcrl.cluster.layout import ENGINE_ROLES, RoleLayout
 from hpcrl.config import Config
 from hpcrl.controller.batches import BatchHandle, lay_out
 from hpcrl.controller.clients import Trainer, Weights, timed
@@ -60,7 +60,7 @@ class StoredRollouts:
         handle.domains = self._reader.domains(step)
         wanted = handle.all_rows
         loads = {rank: LoadRollouts(handle.id, str(self._run_dir), step, rows) for rank, rows in wanted.items()}
-        divisions = [self._layout.division(role) for role in ("trainer", "reference", "critic")]
+        divisions = [self._layout.division(role) for role in ENGINE_ROLES]
         self._controller.call(
             {rank: load for division in divisions for rank, load in division.replicate(loads).items()}
         )

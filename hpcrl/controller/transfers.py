@@ -62,12 +62,18 @@ def rollout_transfers(
 
 
 def token_transfers(
-    batch: int, group: str, field: str, moves: Sequence[Move], ranks: Collection[int], dest: str = "trainer"
+    batch: int,
+    group: str,
+    field: str,
+    moves: Sequence[Move],
+    ranks: Collection[int],
+    dest: str = "trainer",
+    width: int = 0,
 ) -> Iterator[dict[int, SendTokens]]:
     """The commands that send a token field to the ranks of the role `dest`: for each part, a dict from rank to command.
-    `ranks` are all senders and receivers."""
+    `ranks` are all senders and receivers; `width` as in SendTokens."""
     for part in _parts(moves, ranks, PART_SAMPLES):
-        yield {rank: SendTokens(batch, group, field, own, dest) for rank, own in part.items()}
+        yield {rank: SendTokens(batch, group, field, own, dest, width) for rank, own in part.items()}
 
 
 def _parts(moves: Sequence[Move], ranks: Collection[int], most: int) -> list[dict[int, list[Move]]]:

@@ -180,6 +180,8 @@ def _further_models(config: Config) -> Iterator[tuple[str, str]]:
     """(role, path) of models besides the policy's that get its rows."""
     if config.uses_reference and config.reference.path is not None:
         yield "reference", config.reference.path
+    if config.uses_teacher and config.teacher.path is not None:
+        yield "teacher", config.teacher.path
     if config.uses_critic and config.critic.path is not None:
         yield "critic", config.critic.path
 
@@ -207,6 +209,7 @@ def _refusing(
     users: list[tuple[str, str, SpecTable[Any]]] = []
     users += [("generator", config.gen_engine, GEN_ENGINES)] if generates else []
     users += [("trainer", config.train_engine, TRAIN_ENGINES)] if learns else []
+    users += [("teacher", config.teacher_engine, TRAIN_ENGINES)] if learns and config.uses_teacher else []
     users += [("critic", config.critic_engine, TRAIN_ENGINES)] if learns and config.uses_critic else []
     families = GEN_ENGINES[config.gen_engine].media_families
     if generates and config.model.path is not None and (own := unseen_type(families, Path(config.model.path))):

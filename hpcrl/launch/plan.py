@@ -89,8 +89,9 @@ def _inputs(
     if model is not None and config.pipeline_spec.learns:
         text = mtp_line(model.config, model.shapes or None, config.model.mtp)
         yield from [("", text)] if text else []
-    if layout.ranks["reference"] and config.reference.path is not None:
-        yield "", f"reference {_folder(config.reference.path)}, frozen"
+    for role, path in (("reference", config.reference.path), ("teacher", config.teacher.path)):
+        if layout.ranks[role] and path is not None:
+            yield "", f"{role} {_folder(path)}, frozen"
     yield from _engines(config)
     if not config.generates and config.learns_from_rewards:
         yield "data", f"train rollouts of {config.load_rollouts}"

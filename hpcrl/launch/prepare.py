@@ -17,6 +17,8 @@ from hpcrl.config import Config, ConfigError, LoadedConfig, Problem
 from hpcrl.config.abilities import check_family, check_installed, check_length, check_mtp, check_parts, check_trainable
 from hpcrl.config.folders import conf_dir, conf_file, shown
 from hpcrl.config.judging import as_judges
+from hpcrl.config.model import ReferenceConfig
+from hpcrl.config.teacher import TeacherConfig
 from hpcrl.launch.frozen import resolve_config
 from hpcrl.launch.hub import find_model
 from hpcrl.launch.machine import check_machine
@@ -64,7 +66,8 @@ def prepare(argv: Sequence[str]) -> tuple[Config, RoleLayout, ModelFolder | None
             model = _check_model(reading, config)
             config = _check_judge(reading, config)
             seen = _check_inputs(reading, config, None if layout_problems else layout)
-            config = _check_reference(reading, config, model)
+            config = _check_frozen("reference", config.uses_reference, reading, config, model)
+            config = _check_frozen("teacher", config.uses_teacher, reading, config, model)
             config = _check_critic(reading, config)
             config = _check_reward_model(reading, config)
             if not layout_problems:
@@ -198,20 +201,23 @@ def _check_model(reading: LoadedConfig, config: Config) -> ModelFolder | None:
     return model
 
 
-def _check_reference(reading: LoadedConfig, config: Config, policy: ModelFolder | None) -> Config:
-    """The configuration with the folder of reference.path in place of a hub name."""
-    if not config.uses_reference or config.reference.path is None:
+def _check_frozen(role: str, used: bool, reading: LoadedConfig, config: Config, policy: ModelFolder | None) -> Config:
+    """The configuration with the folder of the `path` of the section reference or teacher in place of a hub name."""
+    section: ReferenceConfig | TeacherConfig = getattr(config, role)
+    if not used or section.path is None:
         return config
-    key = ("reference", "path")
-    path, found, problems = _look_into("reference", config.reference.path, config.dry_run)
+    key = (role, "path")
+    path, found, problems = _look_into(role, section.path, config.dry_run)
     if found is not None and policy is not None:
-        problems += [Problem(key, line, (("model", "path"),)) for line in check_vocabulary(found.path, policy.path)]
+        lines = check_vocabulary(role, found.path, policy.path)
+        problems += [Problem(key, line, (("model", "path"),)) for line in lines]
     if found is not None and found.model_type:
-        problems += check_trainable(config, found.config, key)
+        own, whose = (config.of_teacher(), role) if role == "teacher" else (config, "trainer")
+        problems += check_trainable(own, found.config, key, whose)
     if found is not None and found.max_positions is not None:
         problems += check_length(config, found.max_positions, f"max_position_embeddings of {path}")
     reading.add(problems)
-    return config.model_copy(update={"reference": config.reference.model_copy(update={"path": path})})
+    return config.model_copy(update={role: section.model_copy(update={"path": path})})
 
 
 def _check_critic(reading: LoadedConfig, config: Config) -> Config:

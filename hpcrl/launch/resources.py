@@ -25,6 +25,7 @@ PHASE_WORDS: dict[Phase, str] = {
     "train": "forward and backward",
     "update": "the optimizer step",
     "reference": "reference log-probs",
+    "teacher": "the teacher's pass",
     "critic": "the critic's forward and backward",
     "critic_update": "the critic's optimizer step",
     "generate": "generation",

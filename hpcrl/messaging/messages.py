@@ -236,6 +236,15 @@ class Logprobs(Message):
     micro_batches: list[list[int]]
 
 
+class Teach(Message):
+    """Fill fields of the batch with what the teacher gives for its tokens (teacher.form): [T], or [T, width] for a
+    field with a width above 0."""
+
+    batch: int
+    widths: dict[str, int]
+    micro_batches: list[list[int]]
+
+
 class Values(Message):
     """Fill the batch's field `values` with the critic's values."""
 
@@ -244,13 +253,15 @@ class Values(Message):
 
 
 class SendTokens(Message):
-    """Send one token field of a batch to the ranks of the role `dest`, by the moves from or to this rank."""
+    """Send one token field of a batch to the ranks of the role `dest`, by the moves from or to this rank. `width`: of a
+    field of any width (hpcrl.spec.trajectory.Field), numbers per token; 0: as declared."""
 
     batch: int
     group: str
     field: str
     moves: list[Move]
     dest: str = "trainer"
+    width: int = 0
 
 
 class SetSampleWeights(Message):
@@ -396,6 +407,7 @@ Command = (
     | LoadRows
     | LoadRollouts
     | Logprobs
+    | Teach
     | Values
     | SendTokens
     | SetSampleWeights

@@ -29,6 +29,7 @@ def rlvr(run: Run) -> None:
             run.trainer.logprobs(batch, into="old_logprobs"),
             run.trainer.entropies(batch),
             run.reference.logprobs(batch, into="ref_logprobs"),
+            run.teacher.teach(batch),
             run.critic.values(batch),
             run.trainer.advantages(batch),
             run.critic.update(batch),

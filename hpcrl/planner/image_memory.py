@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from hpcrl.cluster.layout import RoleLayout
+from hpcrl.cluster.layout import ENGINE_ROLES, RoleLayout
 from hpcrl.config import Config, RoleName
 from hpcrl.messaging.nonblocking_sender import MAX_UNSENT_BYTES
 from hpcrl.models.families import largest_image
@@ -22,8 +22,6 @@ from hpcrl.spec.tables import REWARDS
 
 FP32 = 4
 INDEX = 8
-LEARNERS: tuple[RoleName, ...] = ("trainer", "reference", "critic")
-"""Roles whose ranks get batches."""
 
 
 def image_tokens_of_row(config: Config, tower: Tower | None) -> int:
@@ -161,8 +159,8 @@ def pixel_parts(config: Config, layout: RoleLayout, shape: ModelShape, role: Rol
     roles with equal ranks have one batch."""
     row, samples = _row_pixels(config, shape), samples_of_a_step(config)
     different = samples if config.envs or not config.learns_from_rewards else config.rollout.num_prompts
-    if role in LEARNERS and config.learns:
-        before = LEARNERS[: LEARNERS.index(role)]
+    if role in ENGINE_ROLES and config.learns:
+        before = ENGINE_ROLES[: ENGINE_ROLES.index(role)]
         if all(layout.ranks[other] != layout.ranks[role] for other in before):
             rows = -(-samples // len(layout.division(role).groups))
             yield Part(role, "pixels", 2 * min(rows, different) * row, on_host=True)

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hpcrl.cluster.layout import RoleLayout
+from hpcrl.cluster.layout import ENGINE_ROLES, RoleLayout
 from hpcrl.config import Config, Problem, RoleName
 from hpcrl.models.families import read_shape
 from hpcrl.models.shape import CannotPlanError, ModelShape
@@ -24,7 +24,7 @@ from hpcrl.planner.generator import (
 from hpcrl.planner.image_memory import controller_pixels, pixel_parts, scorer_pixels, with_row_tokens
 from hpcrl.planner.memory_parts import PHASES, Part, Phase, has_gpus
 from hpcrl.planner.traffic import weight_groups
-from hpcrl.planner.trainer import check_critic, check_reference, train_plan
+from hpcrl.planner.trainer import check_critic, check_reference, check_teacher, train_plan
 from hpcrl.spec.table import load
 from hpcrl.spec.tables import GEN_ENGINES, ROLES
 
@@ -136,6 +136,8 @@ def check_sizes(config: Config, layout: RoleLayout, shape: ModelShape) -> list[P
         problems += train_plan(config).check(config, layout, shape)
         if config.uses_reference and config.reference.path is not None:
             problems += check_reference(config, layout, shape)
+        if config.uses_teacher:
+            problems += [problem for problem in check_teacher(config, layout, shape) if problem not in problems]
         if config.uses_critic:
             problems += [problem for problem in check_critic(config, layout, shape) if problem not in problems]
     return problems
@@ -159,11 +161,7 @@ def _kind(
     trainer's state is in host memory during decoding and, except for weights, while weights are published. Otherwise,
     the roles' parts are summed."""
     on_gpu, mode = has_gpus(config, roles), config.layout.offload
-    may = (
-        len({"trainer", "reference", "critic"} & {*roles}) > 0
-        and "generator" in roles
-        and may_share_device(config, layout)
-    )
+    may = not {*ENGINE_ROLES}.isdisjoint(roles) and "generator" in roles and may_share_device(config, layout)
     apart = _summed(config, layout, shape, roles, ranks, shares=False)
     if not may or (mode == "auto" and not on_gpu):
         return apart

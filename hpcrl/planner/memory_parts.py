@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from hpcrl.config import Config, RoleName
 from hpcrl.models.shape import ModelShape, Parameter
 from hpcrl.spec.problems import Path
 
-Phase = Literal["train", "update", "reference", "critic", "critic_update", "generate", "publish"]
-"""In this order: forward and backward; gradient reduction and optimizer step; reference log-probs; the critic's forward
-and backward; the critic's optimizer step; decoding; weight transfer."""
-PHASES: tuple[Phase, ...] = ("train", "update", "reference", "critic", "critic_update", "generate", "publish")
+Phase = Literal["train", "update", "reference", "teacher", "critic", "critic_update", "generate", "publish"]
+"""In this order: forward and backward; gradient reduction and optimizer step; reference log-probs; what a teacher
+gives; the critic's forward and backward; the critic's optimizer step; decoding; weight transfer."""
+PHASES: tuple[Phase, ...] = get_args(Phase)
 BYTES = {"float32": 4, "bfloat16": 2}
 
 Change = tuple[Path, Any]

@@ -1,6 +1,7 @@
-"""Memory and traffic of trainer, reference and critic ranks, from their engine's plan.
+"""Memory and traffic of trainer, reference, teacher and critic ranks, from their engine's plan.
 
-A critic rank is a trainer rank with the critic's model and keys, a head of one row and no logits.
+A teacher rank is a reference rank with the teacher's model and keys. A critic rank is a trainer rank with the critic's
+model and keys, a head of one row and no logits.
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ from dataclasses import replace
 from typing import Protocol, cast
 
 from hpcrl.cluster.layout import RoleLayout
-from hpcrl.config import Config, Problem
+from hpcrl.config import Config, Problem, RoleName
 from hpcrl.models.families import shape_of
 from hpcrl.models.shape import CannotPlanError, ModelShape, Parameter
 from hpcrl.planner.activations import Tokens, forward_logits_bytes, forward_only
 from hpcrl.planner.image_memory import with_row_tokens
 from hpcrl.planner.memory_parts import BYTES, PHASES, Change, Part, Phase, PlanRow, has_gpus, samples_of_a_step
 from hpcrl.planner.traffic import Sent, StepWork
+from hpcrl.spec.problems import dotted
 from hpcrl.spec.table import load
 from hpcrl.spec.tables import TRAIN_ENGINES
 
@@ -87,12 +89,47 @@ def reference_parts(config: Config, shape: ModelShape, num_ranks: int) -> list[P
 def check_reference(config: Config, layout: RoleLayout, shape: ModelShape) -> Iterator[Problem]:
     """Problems of the engine with the reference model in reference.path, for these sizes and ranks. CannotPlanError as
     above."""
-    own, sizes, key = config.of_reference(), reference_shape(config, shape), ("reference", "path")
+    own, sizes = config.of_reference(), reference_shape(config, shape)
+    yield from _check_frozen("reference", own, layout, sizes)
+    if config.learns_from_rewards:  # a generator may draw any row
+        yield from _check_rows("reference", own, sizes, shape)
+
+
+def teacher_shape(config: Config, policy: ModelShape) -> ModelShape:
+    """The teacher's parameters. `policy` is the policy model's shape. CannotPlanError as reference_shape()."""
+    return policy if config.teacher.path is None else _with_rows_of(policy, config.teacher.path, "teacher.path")
+
+
+def teacher_parts(config: Config, shape: ModelShape, num_ranks: int) -> list[Part]:
+    """Memory parts of the fullest teacher rank. `shape` is the policy model's. CannotPlanError as above."""
+    own = config.of_teacher()
+    parts = train_plan(own).reference_parts(own, teacher_shape(config, shape), num_ranks)
+    during: dict[tuple[Phase, ...], tuple[Phase, ...]] = {("reference",): ("teacher",)}
+    return [replace(part, role="teacher", during=during.get(part.during, part.during)) for part in parts]
+
+
+def check_teacher(config: Config, layout: RoleLayout, shape: ModelShape) -> Iterator[Problem]:
+    """Problems of the engine with the model in teacher.path, as check_reference()."""
+    own, sizes = config.of_teacher(), teacher_shape(config, shape)
+    yield from _check_frozen("teacher", own, layout, sizes)
+    if config.teacher.form != "sampled":  # where a token that the teacher lacks has a log-prob
+        yield from _check_rows("teacher", own, sizes, shape)
+
+
+def _check_frozen(role: RoleName, own: Config, layout: RoleLayout, sizes: ModelShape) -> Iterator[Problem]:
+    """Problems of the engine of a role with a frozen model in its own folder, for its configuration and the model's
+    sizes."""
+    key = (role, "path")
     for problem in train_plan(own).check(own, layout, sizes):
-        yield Problem(problem.path, f"{problem.text} (reference.path)", (*problem.involves, key))
-    if config.learns_from_rewards and sizes.vocab_size < shape.vocab_size:  # a generator may draw any row
-        text = f"{config.reference.path} has a vocabulary of {sizes.vocab_size} rows, the policy's {shape.vocab_size}"
-        yield Problem(key, f"reference.path: {text}; give a model with at least as many", (("model", "path"),))
+        yield Problem(problem.path, f"{problem.text} ({dotted(key)})", (*problem.involves, key))
+
+
+def _check_rows(role: RoleName, own: Config, sizes: ModelShape, policy: ModelShape) -> Iterator[Problem]:
+    """A frozen model whose vocabulary has fewer rows than the policy's."""
+    key = (role, "path")
+    if sizes.vocab_size < policy.vocab_size:
+        text = f"{own.model.path} has a vocabulary of {sizes.vocab_size} rows, the policy's {policy.vocab_size}"
+        yield Problem(key, f"{dotted(key)}: {text}; give a model with at least as many", (("model", "path"),))
 
 
 def checkpoint_bytes(config: Config, shape: ModelShape) -> int:

@@ -20,6 +20,7 @@ PHASES: tuple[tuple[str, tuple[str, ...]], ...] = (
             "time/values",
             "time/old_log_probs",
             "time/ref_log_probs",
+            "time/teacher",
             "time/old_entropies",
             "time/reference_update",
         ),

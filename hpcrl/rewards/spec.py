@@ -516,6 +516,11 @@ REWARD_MODEL = RewardSpec(
     section=RewardModelOptions,
 )
 
+NONE = RewardSpec(
+    about="No task: 0 for every response, without an answer; for pipelines that learn from a teacher.",
+    make="hpcrl.rewards.builtin.none:NoReward",
+)
+
 FAKE = RewardSpec(
     about="A random reward, for tests without a task.",
     make="hpcrl.rewards.builtin.fake:FakeReward",

@@ -10,7 +10,7 @@ from typing import Any
 from hpcrl.config import ConfigError
 from hpcrl.run_folder.changes import differences
 
-SECTIONS = ("model", "reference", "critic", "judge", "reward_model")
+SECTIONS = ("model", "reference", "teacher", "critic", "judge", "reward_model")
 """Sections with a key `path`."""
 OF_THE_WRITER = ("transformers_version", "_name_or_path")
 """Keys of config.json that identify its writer."""

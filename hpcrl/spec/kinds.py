@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -97,6 +97,8 @@ class PipelineSpec(Spec):
     """Whether rank 0 runs it without other ranks, engines, data and steps; it then reads none of their keys."""
     inspect: Callable[[Any, bool], Iterable[Problem]] = _no_files
     """`inspect(config, resumes)`: problems of the files that it reads and writes, found before anything starts."""
+    needs_reward: bool = True
+    """Whether every prompt needs a reward; otherwise a domain without one scores 0 (the reward `none`)."""
     batch_size: Callable[[Any], int] | None = None
     """Rows of a step, if the rows are not prompts with groups of responses."""
     pairs: bool = False
@@ -290,6 +292,17 @@ class AlgorithmSpec(Spec):
     decoupling_eps: Callable[[Any], float | None] = lambda section: None
     """The number added to standard deviations of decoupled rewards (hpcrl.rollout.scheduling.policies), which the
     advantage estimator reads (RewardTable.decoupled); None: it does not read them."""
+
+    def without_rewards(self) -> AlgorithmSpec:
+        """The same objective with advantages of 0."""
+        return replace(
+            self,
+            make="hpcrl.algorithms.no_advantage:NoAdvantage",
+            uses_critic=lambda section: False,
+            compares_group=lambda section: False,
+            greedy_baseline=False,
+            decoupling_eps=lambda section: None,
+        )
 
     @property
     def reads_weights(self) -> bool:

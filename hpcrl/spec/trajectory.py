@@ -292,7 +292,7 @@ declare(
         "float32",
         Level.TOKEN,
         Origin.TRAINING,
-        "the teacher's log-softmax(logits / T) of the token",
+        "the teacher's log-softmax(logits / T) of the token; only with `teacher.form=sampled`",
     ),
     Field(
         "policy_weights",

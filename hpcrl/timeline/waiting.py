@@ -26,6 +26,7 @@ ACTIVITIES = {
     **dict.fromkeys(("SaveState", "FinishSave", "SavePending", "Export", "ExportCritic"), "saves"),
     "WriteRollouts": "storing rollouts",
     "Logprobs": "log-probs",
+    "Teach": "the teacher",
     "Values": "values",
     "TrainStep": "training",
     "TrainCritic": "training the critic",

@@ -22,8 +22,6 @@ from hpcrl.workers.generator import GeneratorRole
 from hpcrl.workers.role import Rank, without
 from hpcrl.workers.trainer import ReferenceRole, TrainerRole
 
-_FLOAT = np.dtype(np.float32)
-
 
 @dataclass
 class _Share:
@@ -108,6 +106,8 @@ class Exchange:
 
     def _send_tokens(self, command: SendTokens, seq: int) -> Done:
         worker, batch = self._worker, self._worker.batches[command.batch]
+        field = FIELDS[command.field]
+        dtype = np.dtype((field.travels_as, (command.width,))) if command.width else _dtype(field)
         rows = {sample: row for row, sample in enumerate(batch.sample_ids.tolist())}
         starts = batch.cu_seqlens.tolist()
 
@@ -116,12 +116,12 @@ class Exchange:
             return {command.field: [values[starts[rows[s]] : starts[rows[s] + 1]] for s in samples]}
 
         received = worker.transfer_groups[command.group].exchange(
-            worker.world.rank, command.moves, [(command.field, _FLOAT)], [], pick
+            worker.world.rank, command.moves, [(field.name, dtype)], [], pick
         )
         if command.dest in worker.roles:  # also without rows: a batch must have the same fields filled on all ranks
             values = getattr(batch, command.field)
             if values is None:
-                values = torch.zeros(batch.num_tokens)
+                values = torch.zeros((batch.num_tokens, *dtype.shape), dtype=getattr(torch, field.dtype))
             for move, fields in received:
                 parts = torch.from_numpy(fields[command.field].copy()).split(move.lengths)
                 for sample, part in zip(move.samples, parts, strict=True):

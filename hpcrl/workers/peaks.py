@@ -18,6 +18,7 @@ from hpcrl.messaging.messages import (
     Admit,
     DecodeChunk,
     Logprobs,
+    Teach,
     TrainCritic,
     TrainStep,
     UpdateWeights,
@@ -29,6 +30,7 @@ STATUS, CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 RESET_PEAK = "5"  # proc(5)
 PHASES: dict[type, str] = {
     Logprobs: "train",
+    Teach: "teacher",
     TrainStep: "train",
     Values: "critic",
     TrainCritic: "critic",

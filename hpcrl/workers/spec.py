@@ -21,6 +21,14 @@ def _division(config: Any, num_ranks: int) -> Division:
     return TRAIN_ENGINES[config.train_engine].division(config, num_ranks)
 
 
+def _teacher_engine(config: Any) -> str:
+    return str(TRAIN_ENGINES[config.teacher_engine].make).partition(":")[0]
+
+
+def _teacher_division(config: Any, num_ranks: int) -> Division:
+    return TRAIN_ENGINES[config.teacher_engine].division(config.of_teacher(), num_ranks)
+
+
 def _critic_engine(config: Any) -> str:
     return str(TRAIN_ENGINES[config.critic_engine].make_critic).partition(":")[0]
 
@@ -47,7 +55,7 @@ TRAINER = RoleSpec(
     holds_model=True,
     division=_division,
     owns_default_group=True,
-    peers=("trainer", "generator", "reference", "critic"),
+    peers=("trainer", "generator", "reference", "teacher", "critic"),
     imports=_train_engine,
 )
 
@@ -57,7 +65,7 @@ GENERATOR = RoleSpec(
     needed=_generates,
     holds_model=True,
     forms_replicas=True,
-    peers=("trainer", "generator", "reference", "critic", "reward", "env"),
+    peers=("trainer", "generator", "reference", "teacher", "critic", "reward", "env"),
     min_ranks=lambda config: config.rollout.min_replicas,
     imports=_tokenizer,
 )
@@ -74,6 +82,18 @@ REFERENCE = RoleSpec(
     owns_default_group=True,
     peers=("trainer", "generator", "reference"),
     imports=_train_engine,
+)
+
+TEACHER = RoleSpec(
+    about="Ranks of the teacher; only in pipeline=distill or with loss.NAME.divergence.",
+    make="hpcrl.workers.teacher:TeacherRole",
+    plan="hpcrl.planner.trainer:teacher_parts",
+    needed=lambda config: config.uses_teacher,
+    holds_model=True,
+    division=_teacher_division,
+    owns_default_group=True,
+    peers=("trainer", "generator", "teacher"),
+    imports=_teacher_engine,
 )
 
 CRITIC = RoleSpec(

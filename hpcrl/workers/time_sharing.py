@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import cast
 
+from hpcrl.cluster.layout import ENGINE_ROLES
 from hpcrl.messaging.messages import (
     Admit,
     BuildRole,
@@ -16,6 +17,7 @@ from hpcrl.messaging.messages import (
     LoadReference,
     LoadState,
     Logprobs,
+    Teach,
     TrainCritic,
     TrainStep,
     UpdateWeights,
@@ -27,6 +29,7 @@ from hpcrl.workers.trainer import EngineRole
 
 PHASE_OF: dict[type, str] = {
     Logprobs: "train",
+    Teach: "train",
     TrainStep: "train",
     LoadReference: "train",
     LoadState: "train",
@@ -38,10 +41,6 @@ PHASE_OF: dict[type, str] = {
     Admit: "generate",
     DecodeChunk: "generate",
 }
-
-
-TRAIN_ROLES = ("trainer", "critic", "reference")
-"""Roles with a training engine."""
 
 
 class TimeSharing:
@@ -58,7 +57,7 @@ class TimeSharing:
 
     def enter(self, command: object) -> None:
         """Called before each command. Offloads and onloads if the command begins another phase."""
-        engines = {name: cast(EngineRole, self._roles[name]).engine for name in TRAIN_ROLES if name in self._roles}
+        engines = {name: cast(EngineRole, self._roles[name]).engine for name in ENGINE_ROLES if name in self._roles}
         if isinstance(command, BuildRole):
             if command.role == "generator":
                 self._turn = "generate"

@@ -22,17 +22,19 @@ def test_single_is_one_rank_with_every_role() -> None:
     asks = ["+reward.a={name: judge, options: {judges: {own: {role: judge}}}}", "+reward.b={name: reward_model}"]
     paths = ["judge.path=/models/judge", "reward_model.path=/models/scores"]
     made = layout("layout=single", "env=scripted", "algorithm=ppo", KL, *asks, *paths)
-    assert made.world_size == 1 and set(made.ranks.values()) == {(0,)}
-    assert made.roles_of(0) == ("controller", *ROLES)
+    assert made.world_size == 1 and {role for role in ROLES if made.ranks[role] != (0,)} == {"teacher"}
+    assert made.roles_of(0) == ("controller", *(role for role in ROLES if role != "teacher"))
     assert made.replicas == ((0,),)
+    taught = layout("layout=single", "algorithm=distill", "model.path=a", "teacher.path=b")
+    assert taught.roles_of(0) == ("controller", "trainer", "generator", "teacher", "reward")
 
 
 def test_colocated_is_a_controller_and_two_workers() -> None:
     made = layout("layout=colocated", "env=scripted", "algorithm=ppo", KL)
     assert made.world_size == 3
     assert made.roles_of(0) == ("controller",)
-    served = ("judge", "reward_model")  # which no reward asks here
-    assert made.roles_of(1) == made.roles_of(2) == tuple(role for role in ROLES if role not in served)
+    lacking = ("teacher", "judge", "reward_model")  # no reward asks the latter
+    assert made.roles_of(1) == made.roles_of(2) == tuple(role for role in ROLES if role not in lacking)
     assert made.replicas == ((1,), (2,))
 
 
@@ -43,6 +45,7 @@ def test_disaggregated_is_ten_ranks() -> None:
         "trainer": (1, 2),
         "generator": (3, 4),
         "reference": (5,),
+        "teacher": (),
         "critic": (6, 7),
         "judge": (),
         "reward_model": (),

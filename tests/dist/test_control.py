@@ -81,6 +81,7 @@ COMMANDS: list[Any] = [
     m.SavePending("runs/a/checkpoints/step_000002", [7 << 24]),
     m.LoadPending("runs/a/checkpoints/step_000002", ["pending_rank0002.safetensors"], [7 << 24]),
     m.Logprobs(1, "reference", "ref_logprobs", [[0], [1, 2]]),
+    m.Teach(1, {"teacher_logprobs": 0}, [[0], [1, 2]]),
     m.SendTokens(1, "fabric", "ref_logprobs", [MOVE]),
     m.SendTokens(1, "fabric", "returns", [MOVE], "critic"),
     m.Values(1, [[0], [1, 2]]),

@@ -43,7 +43,7 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def logprobs(folder: Path, token_ids: Tensor, starts: Tensor) -> Tensor:
+def logprobs(folder: Path, token_ids: Tensor, starts: Tensor, temperature: float = 1.0) -> Tensor:
     """float32 [T]: transformers' log-prob of every token after those of its row before it; 0 for the first."""
     from transformers import AutoModelForCausalLM
 
@@ -51,7 +51,7 @@ def logprobs(folder: Path, token_ids: Tensor, starts: Tensor) -> Tensor:
     rows = []
     for row in token_ids.long().tensor_split(starts[1:-1]):
         with torch.no_grad():
-            log_p = model(input_ids=row[None]).logits[0, :-1].log_softmax(-1)
+            log_p = model(input_ids=row[None]).logits[0, :-1].div(temperature).log_softmax(-1)
         rows += [torch.zeros(1), log_p.gather(1, row[1:, None])[:, 0]]
     return torch.cat(rows)
 

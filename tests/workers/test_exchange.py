@@ -55,8 +55,10 @@ def pick(samples: list[int]) -> dict[str, list[np.ndarray]]:
 @pytest.fixture(scope="module", autouse=True)
 def wide() -> Iterator[None]:
     declare(Field("wide", "int16", Level.TOKEN, Origin.GENERATOR, "three numbers per token", width=3))
+    about = "numbers of a pass"
+    declare(Field("pairs_of_numbers", "int32", Level.TOKEN, Origin.TRAINING, about, optional=True, any_width=True))
     yield
-    del DECLARED["wide"]
+    del DECLARED["wide"], DECLARED["pairs_of_numbers"]
 
 
 @pytest.fixture(scope="module")
@@ -151,6 +153,15 @@ def test_transferred_batches_and_fields_arrive(
     carry_out(
         token_transfers(7, "rollout", "ref_logprobs", moves(dict.fromkeys(SAMPLES, 0), trained, sizes), {0, *trained})
     )
+    back = moves(dict.fromkeys(SAMPLES, 0), trained, sizes)
+    source.pairs_of_numbers = torch.stack([source.token_ids, -source.token_ids], 1).int()
+    carry_out(token_transfers(7, "rollout", "pairs_of_numbers", back, {0, *trained}, width=2))
+    source.wide = -source.wide
+    carry_out(token_transfers(7, "rollout", "wide", back, {0, *trained}))
     for rank in trained:
         batch = workers[rank].batches[7]
         assert batch.ref_logprobs is not None and torch.equal(batch.ref_logprobs, -batch.token_ids.float())
+        expected = torch.stack([batch.token_ids, -batch.token_ids], 1).int()
+        assert batch.pairs_of_numbers.dtype == torch.int32 and torch.equal(batch.pairs_of_numbers, expected)
+        assert torch.equal(batch.wide[:, 0], -batch.token_ids.short()) and (batch.wide[:, 1] == -7).all()
+        batch.check()

@@ -27,7 +27,8 @@ CHECK_TIMEOUT_S = 60.0
 
 
 class Router:
-    """Domain -> RewardConfig: its own section, else `default`; without sections, the source's built-in reward."""
+    """Domain -> RewardConfig: its own section, else `default`; without sections, the source's built-in reward; in a
+    pipeline that needs no reward, else `none`."""
 
     def __init__(self, config: Config):
         if config.debug == "fake":
@@ -36,6 +37,8 @@ class Router:
             self._sections = (
                 benchmark_rewards(config) | dict(config.reward) if config.reward else built_in_rewards(config)
             )
+            if not config.pipeline_spec.needs_reward:
+                self._sections.setdefault(DEFAULT, RewardConfig(name="none"))
 
     def restricted(self, domain: str | None, elsewhere: Collection[str]) -> Router:
         """The router of a rank that scores one domain, or, with None, all domains not scored elsewhere."""

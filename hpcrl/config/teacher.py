@@ -1,0 +1,30 @@
+"""The section `teacher`: the model from which the policy is distilled."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import AfterValidator, Field
+
+from hpcrl.config.scalar_heads import train_engine_name
+from hpcrl.spec.divergence import Form
+from hpcrl.spec.fields import NUMBER, Positive, Section
+
+
+class TeacherConfig(Section):
+    """The frozen model of the role teacher, which judges every token that the policy generates. Its engine reads the
+    keys of `trainer` that are not about optimisation, and holds the weights in trainer.param_dtype."""
+
+    path: str | None = None
+    """Folder in HF layout of a model of any size, with a tokenizer in which every token of the policy has the same id;
+    null: no teacher."""
+    engine: Annotated[str, AfterValidator(train_engine_name)] | None = None
+    """Training engine; null: trainer.engine."""
+    form: Form = "sampled"
+    """What the policy is compared with: the teacher's log-probs of the tokens that the policy drew, of its own top_k
+    tokens, or of the whole vocabulary."""
+    top_k: Positive = 64
+    """Tokens of form=top_k."""
+    beta: Annotated[float, Field(ge=0, le=1), NUMBER] = 1.0
+    """Divergence of form=top_k and form=full, as in GKD (arXiv 2306.13649): 0: forward KL(teacher, policy), 1: reverse
+    KL(policy, teacher), between: generalised Jensen-Shannon."""
