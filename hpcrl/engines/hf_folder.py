@@ -90,7 +90,7 @@ def add_mtp(source: Path, folder: Path, mtp: MTP | Mapping[str, Tensor]) -> None
 
 def mtp_files(source: Path) -> dict[str, str]:
     """Tensor -> file of the multi-token prediction layers in a model's folder."""
-    files = _file_names(source)
+    files = tensor_files(source)
     return {name: files[name] for name in mtp_names(json.loads((source / "config.json").read_text()), files)}
 
 
@@ -129,7 +129,7 @@ def _add_files(added: Iterable[tuple[str, Tensor]], folder: Path) -> None:
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
-def _file_names(folder: Path) -> dict[str, str]:
+def tensor_files(folder: Path) -> dict[str, str]:
     """Tensor -> safetensors file of a folder; empty for other formats."""
     from safetensors import safe_open
 

@@ -153,6 +153,21 @@ def test_the_schema_matches_its_documentation(tmp_path: Path) -> None:
     assert [name for name in names if f"`{name}`" not in documented] == []
 
 
+@pytest.mark.parametrize("k", [1, 3])
+def test_what_a_teacher_tells_is_checked_but_not_stored(k: int, tmp_path: Path) -> None:
+    batch = make_batch([5])
+    count, length = batch.num_tokens, int(batch.lengths[1])
+    batch.teacher_topk_ids = torch.arange(count * k, dtype=torch.int32).view(count, k)
+    batch.teacher_topk_logprobs = -torch.ones(count, k)
+    part = batch.check().select([1])
+    assert (
+        part.teacher_topk_ids is not None
+        and part.teacher_topk_ids.tolist() == batch.teacher_topk_ids[-length:].tolist()
+    )
+    with h5py.File(write(tmp_path, 12, 0, 1, batch)) as file:
+        assert "rewards" in file and not any(name.startswith("teacher") for name in file)
+
+
 def test_the_documented_fields_match_the_table() -> None:
     """Fields that hpcrl itself declares, in a separate process: tests and plug-ins declare more."""
     code = "from hpcrl.spec.trajectory import FIELDS; print(*(f for f in FIELDS), sep=chr(10))"
