@@ -20,6 +20,7 @@ from hpcrl.config import Config
 from hpcrl.data import SFTRows, sft_rows
 from hpcrl.data.answers import TrainedSequence
 from hpcrl.engines.expert_routes import routes_of
+from hpcrl.engines.train.teacher_head import read_teacher_head
 from hpcrl.engines.train.training_engine import (
     ComputesEntropies,
     TrainEngine,
@@ -167,6 +168,12 @@ class TrainerRole(EngineRole):
     def __init__(self, worker: Rank):
         super().__init__(worker)
         check_objective(self.engine, self._algorithm.objective)
+        divergence = self._algorithm.objective.divergence
+        if divergence is not None and divergence.form == "full":
+            teacher = worker.config.of_teacher().model
+            assert teacher.path is not None, "checked before the start"
+            dtype, device = getattr(torch, teacher.dtype), "cuda" if torch.cuda.is_available() else "cpu"
+            self._algorithm.objective.teacher_head = read_teacher_head(Path(teacher.path), dtype, device)
 
     def handlers(self) -> dict[type, Callable[[Any, int], Any]]:
         return super().handlers() | {
