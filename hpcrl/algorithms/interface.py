@@ -165,15 +165,14 @@ class Objective(Adaptive, ABC):
     logged: frozenset[str] = frozenset()
     """Optional fields of Outputs that are only logged, and computed without gradients."""
     divergence: Divergence | None = None
-    """What Outputs.divergence is; its form is top_k or full. The batch then has the teacher's fields of this form."""
+    """The divergence from the teacher. With the forms top_k and full, the engine computes Outputs.divergence from the
+    teacher's fields of the batch."""
     teacher_head: TeacherHead | None = None
     """Of the form full. Set before the first step, on each trainer rank, on the engine's device."""
     num_epochs: int = 1
     """Passes over the batch of a step."""
     num_mini_batches: int = 1
     """Optimizer steps per pass."""
-    divergence: Divergence | None = None
-    """The divergence from the teacher; engines compute it if outputs has it."""
     compares_rows: ClassVar[bool] = False
     """Whether the loss compares rows (preference pairs); then no engine may split a micro-batch."""
 
