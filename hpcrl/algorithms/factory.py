@@ -12,8 +12,10 @@ from hpcrl.spec.table import load
 
 def make_algorithm(config: Config) -> Algorithm:
     """The objective of the run's pipeline, or the estimator and objective of its section `algorithm`."""
-    if path := config.pipeline_spec.objective:
-        return Algorithm(load(path, f"the objective of pipeline={config.pipeline}")())
+    spec = config.pipeline_spec
+    if spec.objective:
+        make = load(spec.objective, f"the objective of pipeline={config.pipeline}")
+        return Algorithm(make() if spec.section is None else make(config.section(spec.section)))
     return make_pair(config.algorithm_spec, config.algorithm, config.rollout.temperature or 1.0)
 
 

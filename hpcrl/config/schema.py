@@ -18,6 +18,7 @@ from hpcrl.config.data import DataConfig
 from hpcrl.config.domains import EnvConfig, RewardConfig
 from hpcrl.config.engines import GeneratorConfig, JudgeConfig, LoRAConfig, TrainerConfig
 from hpcrl.config.fake import FakeConfig
+from hpcrl.config.head_training import HeadTrainingConfig
 from hpcrl.config.model import ModelConfig, ReferenceConfig
 from hpcrl.config.part_names import listed, once, own_section
 from hpcrl.config.profiling import ProfileConfig
@@ -254,6 +255,16 @@ class Config(Section):
         return self.pipeline_spec.learns_from_rewards
 
     @property
+    def trains_head(self) -> bool:
+        """Whether the trainer's model has a head with one output per token (PipelineSpec.trains_head)."""
+        return self.pipeline_spec.trains_head
+
+    @property
+    def head_training(self) -> HeadTrainingConfig:
+        """The section of a pipeline that trains such a head."""
+        return self.section(HeadTrainingConfig)
+
+    @property
     def generates(self) -> bool:
         """Whether the run generates the responses that it trains on."""
         return self.learns_from_rewards and self.debug != "train_only"
@@ -367,7 +378,16 @@ class Config(Section):
 
     @property
     def evaluates(self) -> bool:
-        """Whether the run evaluates on validation prompts."""
+        """Whether the run generates and scores responses to validation prompts."""
+        return not self.trains_head and self._validates
+
+    @property
+    def holds_out(self) -> bool:
+        """Whether trainer ranks score rows of data.val (PipelineSpec.trains_head)."""
+        return self.trains_head and self._validates
+
+    @property
+    def _validates(self) -> bool:
         return self.data.val is not None and (self.eval_every > 0 or not self.pipeline_spec.trains)
 
     def env_of(self, domain: str) -> EnvConfig | None:
@@ -401,6 +421,8 @@ class Config(Section):
     @property
     def max_turn_tokens(self) -> int:
         """Maximum tokens of a full prompt and a full response."""
+        if self.trains_head:
+            return self.head_training.max_tokens + 1  # a token after the last, whose value is read
         return self.data.max_prompt_tokens + self.max_response_tokens
 
     @property

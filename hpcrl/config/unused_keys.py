@@ -65,6 +65,14 @@ def _unread_of_pipeline(config: Config) -> Iterator[tuple[Path, Path, str]]:
                 yield (key,), ("pipeline",), f"the {config.pipeline} pipeline neither trains nor generates"
     if not config.pipeline_spec.trains:
         yield from unread_without_trainer(config)
+    elif config.trains_head:
+        for section in ("algorithm", "env", "reward", "rollout", "generator"):
+            yield (section,), ("pipeline",), f"the {config.pipeline} pipeline generates nothing"
+        for key in [name for name in type(config.eval).model_fields if name != "num_prompts"]:
+            yield ("eval", key), ("pipeline",), f"the {config.pipeline} pipeline generates nothing"
+        text = f"the {config.pipeline} pipeline scores whole dialogues, of up to rm.max_tokens tokens"
+        yield ("data", "max_prompt_tokens"), ("pipeline",), text
+        yield ("data", "overlong_prompts"), ("pipeline",), text
     elif not config.learns_from_rewards:
         for section in ("algorithm",) if config.evaluates else ("algorithm", "env"):
             yield (section,), ("pipeline",), f"the {config.pipeline} pipeline has no {section}"
@@ -208,7 +216,7 @@ def _not_chosen(config: Config) -> Iterator[tuple[Path, Path, str]]:
         for name, spec in entries:
             of_critic = section == ("trainer",) and config.uses_critic and name == config.critic.engine
             if name != chosen and spec.section is not None and not of_critic:
-                yield (*section, name), key, f"the {key[-1]} is {chosen}"
+                yield (*section, spec.section_key or name), key, f"the {key[-1]} is {chosen}"
 
 
 def _unread_policies(config: Config) -> Iterator[tuple[Path, Path, str]]:

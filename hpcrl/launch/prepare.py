@@ -20,7 +20,14 @@ from hpcrl.config.judging import as_judges
 from hpcrl.launch.frozen import resolve_config
 from hpcrl.launch.hub import find_model
 from hpcrl.launch.machine import check_machine
-from hpcrl.launch.model_folder import NO_TOKENIZER, ModelFolder, check_chat_template, check_scalar_head, inspect_model
+from hpcrl.launch.model_folder import (
+    NO_TOKENIZER,
+    ModelFolder,
+    check_chat_template,
+    check_first_head,
+    check_scalar_head,
+    inspect_model,
+)
 from hpcrl.launch.plan import ShownRows, plan_shape
 from hpcrl.launch.render import check_arguments, check_prologue
 from hpcrl.launch.resources import check_host_memory
@@ -84,7 +91,7 @@ def prepare(argv: Sequence[str]) -> tuple[Config, RoleLayout, ModelFolder | None
 
 def _check_inputs(reading: LoadedConfig, config: Config, layout: RoleLayout | None) -> ShownRows:
     """Checks prompt files, rewards and stored rollouts; returns the plan's summary. `layout` is None if impossible."""
-    from hpcrl.data import check_answers, check_shares, parse_pair, parse_row, read_splits
+    from hpcrl.data import check_answers, check_shares, head_row_reader, parse_pair, parse_row, read_splits
     from hpcrl.envs.factory import validate_envs
     from hpcrl.launch.data_summary import (
         check_media,
@@ -105,6 +112,9 @@ def _check_inputs(reading: LoadedConfig, config: Config, layout: RoleLayout | No
         template = _check_template(reading, config)
         checks = row_checks(config, template)
         read_train = parse_pair if config.pipeline_spec.pairs else parse_row
+        read_val = parse_row
+        if config.trains_head:
+            read_train = read_val = head_row_reader(config)
         vision, unusable = None, False
         try:
             vision = find_vision(config)
@@ -113,7 +123,7 @@ def _check_inputs(reading: LoadedConfig, config: Config, layout: RoleLayout | No
             unusable = True
             reading.add([Problem((), str(error), (("model", "path"), ("data", "max_pixels")))])
         seeing = image_checks(config, vision, template, checks, vision_of_judge(config))
-        rows, wrong = read_splits(config.data, config.seed, seeing or checks, read_train)
+        rows, wrong = read_splits(config.data, config.seed, seeing or checks, read_train, read_val)
         wrong += check_own_variables(config, rows)
         wrong += check_media(config, rows, vision) if not unusable else []
         if config.learns_from_rewards:
@@ -186,7 +196,9 @@ def _check_model(reading: LoadedConfig, config: Config) -> ModelFolder | None:
     if config.model.path is None:
         return None
     model = inspect_model(Path(config.model.path), to_plan=config.dry_run, weightless=config.debug == "fake")
-    reading.add([Problem((), line, (("model", "path"),)) for line in model.problems])
+    wrong = list(check_first_head(config, model)) if config.trains_head else []
+    wrong = wrong or model.problems
+    reading.add([Problem((), line, (("model", "path"),)) for line in wrong])
     reading.add([Problem((), line, (("model", "path"),)) for line in check_embedding(model.path, model.config)])
     if model.model_type:
         reading.add(list(check_family(config, model.model_type, ("model", "path"), model.config)))
