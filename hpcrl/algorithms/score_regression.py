@@ -1,4 +1,4 @@
-"""The objective of reward models on answers with scores: the mean squared error, as for a model of transformers with one
+"""The objective of reward models on answers with scores: the mean squared error, as for transformers' models with one
 label (problem_type=regression)."""
 
 from __future__ import annotations

@@ -116,10 +116,10 @@ def check_first_head(config: Config, found: ModelFolder) -> Iterator[str]:
             f"model.path: the head of {found.path} has {shape[0]} labels, and a row gives one number; give a language "
             "model, or a reward model with one label"
         )
-    elif name and not name.endswith((*SCALAR_HEADS, "ForCausalLM")):
+    elif name and not name.endswith((*SCALAR_HEADS, "ForCausalLM", "LMHeadModel")):
         yield (
-            f"model.path: {found.path} has the head of {name}, which would be lost; give a language model (...ForCausalLM) "
-            "or a reward model"
+            f"model.path: {found.path} is of {name}, and a reward model is made of a text model; give a language model "
+            "(...ForCausalLM) or a reward model"
         )
 
 
