@@ -7,15 +7,10 @@ from torch import Tensor
 from hpcrl.algorithms.interface import Objective, Outputs
 from hpcrl.metrics.stats import Stat, Stats
 from hpcrl.rollout.batch import Batch, Norms
-from hpcrl.spec.fields import Section
 
 
 class CrossEntropy(Objective):
-    """-sum of log-probs at temperature 1 over the tokens of the loss mask / norms.tokens. The pipeline's section does
-    not change it."""
-
-    def __init__(self, section: Section | None = None):
-        pass
+    """-sum of log-probs at temperature 1 over the tokens of the loss mask / norms.tokens."""
 
     def loss(self, outputs: Outputs, batch: Batch, norms: Norms) -> tuple[Tensor, Stats]:
         """See Objective."""

@@ -378,16 +378,16 @@ class Config(Section):
 
     @property
     def evaluates(self) -> bool:
-        """Whether the run generates and scores responses to validation prompts."""
-        return not self.trains_head and self._validates
+        """Whether the run evaluates on validation prompts."""
+        return self._has_validation and not self.pipeline_spec.validates_rows(self)
 
     @property
-    def holds_out(self) -> bool:
-        """Whether trainer ranks score rows of data.val (PipelineSpec.trains_head)."""
-        return self.trains_head and self._validates
+    def validates_rows(self) -> bool:
+        """Whether the run computes its loss on rows of data.val."""
+        return self._has_validation and self.pipeline_spec.validates_rows(self)
 
     @property
-    def _validates(self) -> bool:
+    def _has_validation(self) -> bool:
         return self.data.val is not None and (self.eval_every > 0 or not self.pipeline_spec.trains)
 
     def env_of(self, domain: str) -> EnvConfig | None:

@@ -65,14 +65,6 @@ def _unread_of_pipeline(config: Config) -> Iterator[tuple[Path, Path, str]]:
                 yield (key,), ("pipeline",), f"the {config.pipeline} pipeline neither trains nor generates"
     if not config.pipeline_spec.trains:
         yield from unread_without_trainer(config)
-    elif config.trains_head:
-        for section in ("algorithm", "env", "reward", "rollout", "generator"):
-            yield (section,), ("pipeline",), f"the {config.pipeline} pipeline generates nothing"
-        for key in [name for name in type(config.eval).model_fields if name != "num_prompts"]:
-            yield ("eval", key), ("pipeline",), f"the {config.pipeline} pipeline generates nothing"
-        text = f"the {config.pipeline} pipeline scores whole dialogues, of up to rm.max_tokens tokens"
-        yield ("data", "max_prompt_tokens"), ("pipeline",), text
-        yield ("data", "overlong_prompts"), ("pipeline",), text
     elif not config.learns_from_rewards:
         for section in ("algorithm",) if config.evaluates else ("algorithm", "env"):
             yield (section,), ("pipeline",), f"the {config.pipeline} pipeline has no {section}"
@@ -82,6 +74,7 @@ def _unread_of_pipeline(config: Config) -> Iterator[tuple[Path, Path, str]]:
     else:
         yield from _unread_objective(config)
         yield from _unread_policies(config)
+    yield from config.pipeline_spec.unread(config)
     if not config.learns_from_rewards or config.debug != "none":
         cause, what = (
             ("debug", f"debug={config.debug}") if config.learns_from_rewards else ("pipeline", config.pipeline)

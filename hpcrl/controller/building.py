@@ -89,7 +89,7 @@ def build(
         assert loop is not None, "the layout of a run that generates has generators"
         data = _make_rollouts(loop, transfer_group, layout, config, tokenizer, run_dir, fence)
     evaluation: Evaluation | HeldOutRows | None = None
-    if config.holds_out:
+    if config.trains_head and config.validates_rows:
         evaluation = HeldOutRows(trainer, config, tokenizer)
     elif loop is not None:
         evaluation = Evaluation(loop, controller, layout, config, tokenizer, run_dir)

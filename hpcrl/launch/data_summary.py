@@ -77,7 +77,7 @@ def row_checks(config: Config, template: FolderTemplate | None) -> dict[Split, R
     learns = config.learns and not config.learns_from_rewards and not config.trains_head
     return {
         "train": RowCheck(template, _named(config), config.data, answers=learns),
-        "val": RowCheck(template, _named(config), config.data),
+        "val": RowCheck(template, _named(config), config.data, answers=learns and config.validates_rows),
     }
 
 

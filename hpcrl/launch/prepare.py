@@ -112,7 +112,8 @@ def _check_inputs(reading: LoadedConfig, config: Config, layout: RoleLayout | No
         template = _check_template(reading, config)
         checks = row_checks(config, template)
         read_train = parse_pair if config.pipeline_spec.pairs else parse_row
-        readers = (head_row_reader(config),) * 2 if config.trains_head else (read_train, parse_row)
+        read_val = read_train if config.validates_rows else parse_row
+        readers = (head_row_reader(config),) * 2 if config.trains_head else (read_train, read_val)
         vision, unusable = None, False
         try:
             vision = find_vision(config)

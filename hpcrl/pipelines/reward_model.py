@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpcrl.config.head_training import HeadTrainingConfig
 from hpcrl.spec.kinds import PipelineSpec
-from hpcrl.spec.problems import Problem
+from hpcrl.spec.problems import Path, Problem
 from hpcrl.spec.tables import TRAIN_ENGINES
 
 if TYPE_CHECKING:
@@ -35,9 +35,20 @@ def _check(config: Any) -> Iterator[Problem]:
     for wrong, key, text in refused:
         if wrong:
             yield Problem(key, f"{'.'.join(key)}: {text}", cause)
-    if config.rm.center_coef and config.rm.rows != "pairs":
-        text = f"rm.center_coef: it is for pairs, and rm.rows is {config.rm.rows}; use 0"
-        yield Problem(("rm", "center_coef"), text, (("rm", "rows"),))
+
+
+def _unread(config: Any) -> Iterator[tuple[Path, Path, str]]:
+    """Keys of generation, and of prompts."""
+    cause = ("pipeline",)
+    other = [("eval", key) for key in type(config.eval).model_fields if key != "num_prompts"]
+    for path in (("algorithm",), ("env",), ("reward",), ("rollout",), ("generator",), *other):
+        yield path, cause, "the reward_model pipeline generates nothing"
+    for key in ("max_prompt_tokens", "overlong_prompts"):
+        yield ("data", key), cause, "the length of dialogues is rm.max_tokens"
+    if config.rm.rows != "pairs":
+        yield ("rm", "center_coef"), ("rm", "rows"), f"rm.rows is {config.rm.rows}"
+    if config.rm.rows != "steps":
+        yield ("rm", "step_separator"), ("rm", "rows"), f"rm.rows is {config.rm.rows}"
 
 
 SPEC = PipelineSpec(
@@ -49,6 +60,8 @@ SPEC = PipelineSpec(
     learns_from_rewards=False,
     objective="hpcrl.algorithms.reward_model:make",
     batch_size=lambda config: config.rm.batch_size,
+    validates_rows=lambda config: True,
+    unread=_unread,
     trains_head=True,
 )
 

@@ -10,7 +10,7 @@ from typing import Any
 from hpcrl.spec.division import Division
 from hpcrl.spec.fields import Section
 from hpcrl.spec.policy_loss import PolicyLoss
-from hpcrl.spec.problems import Problem
+from hpcrl.spec.problems import Path, Problem
 from hpcrl.spec.table import load
 from hpcrl.spec.weight_layout import RequiredSlices, all_weights
 
@@ -105,12 +105,16 @@ class PipelineSpec(Spec):
     """Whether its rows are not prompts but pairs of a chosen and a rejected answer (hpcrl.data.pairs). A pair becomes
     two sequences with one group id, first the chosen one (field `chosen`), on one rank in one micro-batch."""
     objective: str = ""
-    """`module:NAME` of the objective, if the run has no algorithm: called with the pipeline's section, or without
-    arguments if it has none."""
+    """`module:NAME` of the objective if the run has no algorithm; called with the pipeline's section if it takes an
+    argument."""
+    validates_rows: Callable[[Any], bool] = lambda config: False
+    """Whether data.val has rows like data.train, on which it computes its loss, instead of prompts."""
+    unread: Callable[[Any], Iterable[tuple[Path, Path, str]]] = lambda config: ()
+    """(path of a key that it does not read, the key that is the cause, reason)."""
     trains_head: bool = False
     """Whether the trainer's model has a head with one output per token (TrainEngineSpec.make_critic) instead of a
-    vocabulary projection. Its section is a hpcrl.config.head_training.HeadTrainingConfig, its rows are those of
-    hpcrl.data.head_rows, and validation scores the rows of data.val on the trainer ranks, without generators."""
+    vocabulary projection. Its section is a hpcrl.config.head_training.HeadTrainingConfig, and its rows are those of
+    hpcrl.data.head_rows, also in data.val (validates_rows)."""
     work: Callable[[Any], str] | None = None
     """The plan's description of a pipeline without steps."""
 
