@@ -59,6 +59,7 @@ def _unread(config: Config) -> Iterator[tuple[Path, Path, str]]:
 
 def _unread_of_pipeline(config: Config) -> Iterator[tuple[Path, Path, str]]:
     """Keys that are unread because of the pipeline, the debug mode or an environment's other keys."""
+    yield from config.pipeline_spec.unread(config)
     if config.pipeline_spec.rank0_only:
         for key in type(config).model_fields:
             if key not in (*KEYS_OF_ALL, config.pipeline):
@@ -74,7 +75,6 @@ def _unread_of_pipeline(config: Config) -> Iterator[tuple[Path, Path, str]]:
     else:
         yield from _unread_objective(config)
         yield from _unread_policies(config)
-    yield from config.pipeline_spec.unread(config)
     if not config.learns_from_rewards or config.debug != "none":
         cause, what = (
             ("debug", f"debug={config.debug}") if config.learns_from_rewards else ("pipeline", config.pipeline)

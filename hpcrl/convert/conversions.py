@@ -22,7 +22,7 @@ from hpcrl.convert.outputs import (
 )
 from hpcrl.convert.sources import ModelWeights, TensorSource, opened
 from hpcrl.convert.streaming import OutFile, default_threads, write_folder
-from hpcrl.data.dialogue_tokens import padding_token
+from hpcrl.engines.hf_folder import padding_id
 from hpcrl.engines.train.megatron.names import VALUE_HEAD
 from hpcrl.models.mtp import MTP, with_mtp_keys
 
@@ -126,16 +126,14 @@ def to_megatron(checkpoint: Path, output: Path, options: ConvertOptions) -> Conv
 def _scalar(config: Mapping[str, Any], folder: Path, bias: bool) -> dict[str, Any]:
     """The config.json entries that make the model a critic, if its head has a bias, or else a reward model:
     transformers' model for token or for sequence classification, with a single label."""
-    from transformers import AutoTokenizer  # the imports take seconds, and only these models need them
-    from transformers.models.auto import modeling_auto
+    from transformers.models.auto import modeling_auto  # the import takes seconds, and only these models need it
 
     labels = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
     if bias:
         name = modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES[config["model_type"]]
         return {"architectures": [name], **labels}
     name = modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES[config["model_type"]]
-    padding = padding_token(AutoTokenizer.from_pretrained(folder, local_files_only=True))
-    return {"architectures": [name], **labels, "pad_token_id": padding}
+    return {"architectures": [name], **labels, "pad_token_id": padding_id(folder, config["vocab_size"])}
 
 
 def _write(

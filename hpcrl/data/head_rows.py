@@ -29,7 +29,8 @@ def head_row_reader(config: Config) -> ReadRow:
 
 class HeadRows(SFTRows):
     """Random access to sequences whose trained token follows the one whose value is learned, since a value is that of
-    the state before a token (ValueEngine): a dialogue gets one more token, which no state and no loss depends on."""
+    the state before a token (ValueEngine): a dialogue's last token is there twice, and nothing depends on the second
+    one."""
 
     def __init__(self, config: Config, split: Split, tokenizer: Any):
         self._section, self._seed, self._tokenizer = config.head_training, config.seed, tokenizer
@@ -59,7 +60,7 @@ class HeadRows(SFTRows):
         ids = dialogue_tokens(self._tokenizer, [*part.messages, part.turn])
         count = scored_index(ids, self._padding) + 1
         target = row.extra[SCORE] if self._section.rows == "scores" else row.extra.get(MARGIN) or 0.0
-        return TrainedSequence([*ids[:count], self._padding], [*[False] * count, True], targets=(float(target),))
+        return TrainedSequence([*ids[:count], ids[count - 1]], [*[False] * count, True], targets=(float(target),))
 
     def _by_steps(self, row: Row) -> TrainedSequence:
         ids = encode(self._tokenizer, render(self._tokenizer, row.messages, None))
@@ -68,7 +69,7 @@ class HeadRows(SFTRows):
             ids += encode(self._tokenizer, marked(self._tokenizer, step) + self._section.step_separator, begins=False)
             trained.append(len(ids))
         mask = [index in trained for index in range(len(ids) + 1)]
-        return TrainedSequence([*ids, self._padding], mask, targets=tuple(map(float, row.extra[LABELS])))
+        return TrainedSequence([*ids, ids[-1]], mask, targets=tuple(map(float, row.extra[LABELS])))
 
 
 def _pair(

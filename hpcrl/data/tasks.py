@@ -1,5 +1,5 @@
-"""Built-in prompt sources that generate their rows: `task:NAME` (sort_digits, sort_pairs, add, program, repeat, shapes),
-`reasoning_gym:NAME`, and from environments (hpcrl.data.env_sources), `env:DOMAIN` and `expert:NAME`.
+"""Built-in prompt sources that generate their rows: `task:NAME` (sort_digits, sort_pairs, add, program, repeat,
+shapes), `reasoning_gym:NAME`, and from environments (hpcrl.data.env_sources), `env:DOMAIN` and `expert:NAME`.
 
 A row is a function of (seed, split, index) only. Rows have the keys of a jsonl file: prompt, answer, other columns.
 """

@@ -36,9 +36,7 @@ def make_batch(targets: list[list[float]], chosen: list[bool] | None = None) -> 
     return batch
 
 
-def computed(
-    objective: Objective, batch: Batch, values: list[float], norms: Norms
-) -> tuple[float, list[float], Stats]:
+def computed(objective: Objective, batch: Batch, values: list[float], norms: Norms) -> tuple[float, list[float], Stats]:
     """(loss, gradient of the values, statistics). Values outside the mask must not matter."""
     given = torch.tensor(values, requires_grad=True)
     everywhere = torch.full((batch.num_tokens,), 7.0).masked_scatter(batch.loss_mask, given)

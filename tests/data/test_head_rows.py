@@ -12,6 +12,7 @@ from hpcrl.config import TinyModel, load
 from hpcrl.data import HeadRows
 from hpcrl.data.dialogue_tokens import dialogue_tokens, padding_token, scored_index
 from hpcrl.data.files import BadRow
+from hpcrl.data.template_forms import as_taken
 from hpcrl.engines.tiny import make_tiny_model
 from hpcrl.rewards.builtin.reward_model import dialogue
 from hpcrl.rewards.reward import RewardItem
@@ -32,7 +33,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def head_rows(folder: Path, tokenizer: Any, rows: list[dict[str, Any]], *words: str) -> HeadRows:
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config = load(["+experiment=reward_model_tiny", f"data.train={folder}/rows.jsonl", *words])
+    config = load(["pipeline=reward_model", f"data.train={folder}/rows.jsonl", *words])
     return HeadRows(config, "train", tokenizer)
 
 
@@ -41,9 +42,9 @@ def test_a_pair_has_the_roles_tokens_and_one_more_that_is_trained(tmp_path: Path
     rows = head_rows(tmp_path, tokenizer, [{**pair, "margin": 1.5}, pair])
     for place, margin in ((0, 1.5), (1, 0.0)):
         for said, sequence in zip("45", rows.sequences(place), strict=True):
-            item = RewardItem(prompt="", response=said, answer=None, domain="x", messages=ASKED)
+            item = RewardItem(0, "x", "", said, None, {}, messages=ASKED)
             served = dialogue_tokens(tokenizer, dialogue(item))
-            assert sequence.token_ids == [*served, padding_token(tokenizer)]
+            assert sequence.token_ids == [*served, served[-1]]
             assert sequence.loss_mask == [False] * len(served) + [True] and sequence.targets == (margin,)
     batch = batch_of_rows(rows, [2, 3, 0, 1])
     assert batch.chosen is not None and batch.chosen.tolist() == [True, False] * 2
@@ -56,12 +57,10 @@ def test_a_pair_has_the_roles_tokens_and_one_more_that_is_trained(tmp_path: Path
 def test_dialogues_of_published_templates_are_tokenised_as_by_transformers(name: str) -> None:
     tokenizer = tokenizer_of(name)
     messages = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
-    try:
-        expected = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)
-    except Exception as error:
-        pytest.skip(f"the template refuses a plain dialogue: {error}")
+    given = as_taken(tokenizer, messages, None)[0]  # some templates show only lists of parts
+    expected = tokenizer.apply_chat_template(given, tokenize=True, return_dict=False)
     assert dialogue_tokens(tokenizer, messages) == expected
-    assert tokenizer.decode(expected[: scored_index(expected, padding_token(tokenizer)) + 1]).strip()
+    assert "4" in tokenizer.decode(expected[: scored_index(expected, padding_token(tokenizer)) + 1])
 
 
 def test_a_score_is_read_before_tokens_of_padding(tmp_path: Path, tokenizer: Any) -> None:
@@ -73,7 +72,7 @@ def test_a_score_is_read_before_tokens_of_padding(tmp_path: Path, tokenizer: Any
         ids = dialogue_tokens(tokenizer, [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}])
         assert ids[-1] == padding_token(tokenizer)
         (sequence,) = rows.sequences(0)
-        assert sequence.token_ids == ids and sequence.loss_mask == [False] * (len(ids) - 1) + [True]
+        assert sequence.token_ids[:-1] == ids[:-1] and sequence.loss_mask == [False] * (len(ids) - 1) + [True]
         assert sequence.targets == (2.0,)
     finally:
         tokenizer.chat_template = ended

@@ -83,7 +83,11 @@ def test_reasoning_gym_rows_equal_its_own():
 @pytest.mark.parametrize(
     ("path", "options", "message"),
     [
-        ("task:nope", {}, "there is no task 'nope'; built in are add, program, repeat, shapes, sort_digits, sort_pairs"),
+        (
+            "task:nope",
+            {},
+            "there is no task 'nope'; built in are add, program, repeat, shapes, sort_digits, ",
+        ),
         ("task:add", {"digits": 1}, r"task:add: there is no option 'digits' \(there are: max_digits\)"),
         ("task:sort_digits", {"min_digits": 9}, "min_digits=9 is above max_digits=7"),
         ("task:sort_digits", {"min_digits": 1, "max_digits": 1}, "too few different rows"),

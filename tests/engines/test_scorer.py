@@ -1,4 +1,4 @@
-"""The engines of reward models: scores and gradients of transformers' model for sequence classification, and exports."""
+"""The engines of reward models: scores and gradients of transformers' models for sequence classification, exports."""
 
 from __future__ import annotations
 

@@ -15,7 +15,6 @@ from transformers import (
     AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
-    AutoTokenizer,
     PreTrainedModel,
 )
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
@@ -23,7 +22,7 @@ from transformers.modeling_layers import GenericForTokenClassification
 
 from hpcrl.algorithms.interface import Objective, Outputs
 from hpcrl.config import Config
-from hpcrl.data.dialogue_tokens import padding_token
+from hpcrl.engines.hf_folder import padding_id
 from hpcrl.engines.train.fsdp2.engine import FSDP2Engine, arguments, spread
 from hpcrl.engines.train.fsdp2.exchange import assemble
 from hpcrl.engines.train.fsdp2.images import ImageInputs
@@ -171,6 +170,6 @@ class FSDP2Scorer(FSDP2Critic):
 
     def _with_head(self, hf: PreTrainedModel) -> PreTrainedModel:
         found = super()._with_head(hf)
-        tokenizer = AutoTokenizer.from_pretrained(self.model_path, local_files_only=True)
-        found.config.get_text_config().pad_token_id = padding_token(tokenizer)
+        config = found.config.get_text_config()
+        config.pad_token_id = padding_id(self.model_path, config.vocab_size)
         return found

@@ -13,7 +13,6 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
-from transformers import AutoTokenizer
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
     MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
@@ -21,7 +20,7 @@ from transformers.models.auto.modeling_auto import (
 
 from hpcrl.algorithms.interface import Objective, Outputs
 from hpcrl.config import Config
-from hpcrl.data.dialogue_tokens import padding_token
+from hpcrl.engines.hf_folder import padding_id
 from hpcrl.engines.train.megatron.engine import MegatronEngine
 from hpcrl.engines.train.megatron.export import export
 from hpcrl.engines.train.megatron.gpt_model import Description, Prediction
@@ -130,6 +129,10 @@ class MegatronScorer(MegatronCritic):
     names = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
     exported_as = "sequence classification model of {}, as which a reward model is exported; use another model"
 
+    def _describe(self) -> Description:
+        found = super()._describe()
+        self._padding = padding_id(self.model_path, found.shape.vocab_size)
+        return found
+
     def _exported_config(self) -> dict[str, Any]:
-        tokenizer = AutoTokenizer.from_pretrained(self.model_path, local_files_only=True)
-        return {**super()._exported_config(), "pad_token_id": padding_token(tokenizer)}
+        return {**super()._exported_config(), "pad_token_id": self._padding}
