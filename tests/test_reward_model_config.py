@@ -14,6 +14,7 @@ from hpcrl.engines.tiny import make_tiny_model
 from hpcrl.launch.plan import describe, plan_shape
 from hpcrl.launch.prepare import prepare
 from hpcrl.planner.memory import memory
+from hpcrl.planner.memory_parts import samples_of_a_step
 from tests.engines.test_scalar import make_reward_model
 
 RECIPE = "+experiment=reward_model_tiny"
@@ -118,6 +119,7 @@ def test_the_plan_counts_the_head_instead_of_a_vocabulary_projection(tmp_path: P
     config, layout, model, run, shown = prepare([RECIPE, "dry_run=true", *words])
     shape = plan_shape(config, model)
     assert [p.name for p in shape.parameters][-1] == "score.weight" and config.max_sequence_tokens == 513
+    assert samples_of_a_step(config) == 128
     (kind,) = memory(config, layout, shape)
     assert not any(part.name == "logits" for part in kind.parts)
     text = describe(config, layout, model, run, shown)

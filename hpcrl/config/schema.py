@@ -265,6 +265,12 @@ class Config(Section):
         return self.section(HeadTrainingConfig)
 
     @property
+    def sequences_per_row(self) -> int:
+        """Sequences that a row of a pipeline without prompts becomes."""
+        pairs = self.head_training.rows == "pairs" if self.trains_head else self.pipeline_spec.pairs
+        return 2 if pairs else 1
+
+    @property
     def generates(self) -> bool:
         """Whether the run generates the responses that it trains on."""
         return self.learns_from_rewards and self.debug != "train_only"
