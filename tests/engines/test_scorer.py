@@ -160,7 +160,7 @@ def test_two_ranks_match_one(own: dict[str, int], tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["deepspeed", "megatron"])
-def test_other_engines_train_and_export_the_same_model(engine: str, tmp_path: Path) -> None:
+def test_other_engines_train_export_and_save_the_same_model(engine: str, tmp_path: Path) -> None:
     folder, batch, plan = make_reward_model(tmp_path / "model"), pairs(), [[2, 3], [0, 1, 4, 5]]
     with process_group(0, 1, str(tmp_path / "world")):
         ours, theirs = make_scorer(folder), _make(engine, folder)
@@ -173,6 +173,8 @@ def test_other_engines_train_and_export_the_same_model(engine: str, tmp_path: Pa
         theirs.export_hf(tmp_path / "hf")
         (saved := tmp_path / "checkpoint").mkdir()
         write_files(saved, theirs.snapshot())
+        ours.load(saved)
+        assert scores_of(ours, batch) == pytest.approx(scores, abs=1e-5) and ours.optimizer_step == 2
     config = AutoConfig.from_pretrained(tmp_path / "hf")
     told = config.architectures, config.num_labels, config.pad_token_id
     assert told == (["Qwen2ForSequenceClassification"], 1, PADDING)
