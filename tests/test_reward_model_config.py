@@ -31,6 +31,7 @@ def refused(*words: str) -> list[str]:
     [
         (["trainer.lora.rank=4"], "trainer.lora.rank: a value head is trained with all weights; use 0"),
         (["trainer.freeze=[embeddings]"], "trainer.freeze: a value head is trained with all weights; use []"),
+        (["model.tiny.architecture=qwen2_5_vl"], "model.tiny.architecture: a reward model is made of a text model"),
         (["model.mtp=train"], "model.mtp: a reward model has no prediction layers; use keep or drop"),
         (["trainer.head_dtype=float32"], "trainer.head_dtype: a value head is always in float32; use null"),
         (["data.chat_template_kwargs={x: 1}"], "data.chat_template_kwargs: the role reward_model renders dialogues"),

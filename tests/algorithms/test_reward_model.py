@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hpcrl.algorithms.interface import Objective, Outputs
-from hpcrl.algorithms.reward_model import make
+from hpcrl.algorithms.scalar_objective import make
 from hpcrl.config.head_training import HeadTrainingConfig
 from hpcrl.metrics.stats import Stats, flatten, merge
 from hpcrl.rollout.batch import Batch, Norms, pack

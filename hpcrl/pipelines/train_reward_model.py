@@ -21,7 +21,9 @@ def _check(config: Any) -> Iterator[Problem]:
         able = " or ".join(name for name, other in TRAIN_ENGINES.items() if other.selectable and other.make_critic)
         text = f"trainer.engine: {config.train_engine} has no value head, which a reward model needs; use {able}"
         yield Problem(("trainer", "engine"), text, cause)
+    sees = config.model.path is None and config.model.tiny.takes_images
     refused = (
+        (sees, ("model", "tiny", "architecture"), "a reward model is made of a text model; use qwen2"),
         (trainer.lora.rank > 0, ("trainer", "lora", "rank"), "a value head is trained with all weights; use 0"),
         (bool(trainer.freeze), ("trainer", "freeze"), "a value head is trained with all weights; use []"),
         (trainer.head_dtype is not None, ("trainer", "head_dtype"), "a value head is always in float32; use null"),
@@ -53,12 +55,12 @@ def _unread(config: Any) -> Iterator[tuple[Path, Path, str]]:
 
 SPEC = PipelineSpec(
     about="Training of a reward model on pairs, scores or labels of steps.",
-    make="hpcrl.pipelines.reward_model:reward_model",
+    make="hpcrl.pipelines.train_reward_model:reward_model",
     section=HeadTrainingConfig,
     section_key="rm",
     check=_check,
     learns_from_rewards=False,
-    objective="hpcrl.algorithms.reward_model:make",
+    objective="hpcrl.algorithms.scalar_objective:make",
     batch_size=lambda config: config.rm.batch_size,
     validates_rows=lambda config: True,
     unread=_unread,
