@@ -31,7 +31,10 @@ SIZES = {"num_heads": 2, "num_kv_heads": 1, "intermediate_size": 16}
         (MODELS, "teacher.path: not read here, no domain learns from a teacher (loss.NAME.divergence)"),
         (["pipeline=sft", *MODELS], "teacher.path: not read here, sft has no teacher"),
         ([*ADDED, *MODELS, "debug=rollout_only"], "teacher.path: not read here,"),
-        ([*DISTILL, *MODELS, "loss.default.divergence=0"], "loss: the distill pipeline learns from a teacher, and every"),
+        (
+            [*DISTILL, *MODELS, "loss.default.divergence=0"],
+            "loss: the distill pipeline learns from a teacher, and every",
+        ),
         (DISTILL, "teacher.path: there is no model to learn from; give a folder in HF layout"),
         ([*ADDED, MODELS[0]], "teacher.path: there is no model to learn from; give a folder in HF layout"),
         (

@@ -143,7 +143,8 @@ class RunFolder:
         if self.step_s is None or self.config is None:
             return None
         config = self.config
-        evaluations = evaluations_left(self.step, config.max_steps, config.eval_every if config.evaluates else 0)
+        every = config.eval_every if config.evaluates or config.validates_rows else 0
+        evaluations = evaluations_left(self.step, config.max_steps, every)
         evaluation_s = next((row[key] for row in reversed(self.rows) if row.get(key := "time/val_step")), 0.0)
         return (config.max_steps - self.step) * self.step_s + evaluations * evaluation_s
 

@@ -107,7 +107,9 @@ def check_abilities(config: Config) -> Iterator[Problem]:
         yield Problem(("algorithm",), f"algorithm: {text}; choose another trainer.engine", (trains,))
     if config.uses_teacher and config.teacher.form != "sampled" and "divergence" not in trainer.computes:
         instead = _able(TRAIN_ENGINES, trains, lambda spec: "divergence" in spec.computes)
-        text = f"the {train_engine} trainer does not compute the divergence of {config.teacher.form}; use sampled{instead}"
+        text = (
+            f"the {train_engine} trainer does not compute the divergence of {config.teacher.form}; use sampled{instead}"
+        )
         yield Problem(("teacher", "form"), f"teacher.form: {text}", (trains,))
 
 
@@ -286,6 +288,11 @@ def _critic(config: Config) -> Iterator[Problem]:
 
 def check_length(config: Config, limit: int, name: str) -> Iterator[Problem]:
     """Check that the longest sequence fits into the model's `limit` positions; `name` is the key of this limit."""
+    if config.trains_head:
+        if (longest := config.head_training.max_tokens) > limit:
+            at = (config.pipeline_spec.section_key, "max_tokens")
+            yield Problem(at, f"{dotted(at)}: {longest} tokens exceed {name} = {limit}", (("model",),))
+        return
     prompt, response = config.data.max_prompt_tokens, config.max_response_tokens
     turns = config.max_sequence_turns
     total = config.max_sequence_tokens

@@ -44,4 +44,4 @@ def own_section(at: Section, name: str, spec: Spec, kind: type[S]) -> S:
 
 def section_name(name: str, spec: Spec) -> str:
     """The key of a part's section; for a part named by path, the name in its specification."""
-    return spec.name if ":" in name else name
+    return spec.section_key or (spec.name if ":" in name else name)

@@ -19,6 +19,7 @@ from hpcrl.config.data import DataConfig
 from hpcrl.config.domains import EnvConfig, RewardConfig
 from hpcrl.config.engines import GeneratorConfig, JudgeConfig, LoRAConfig, TrainerConfig
 from hpcrl.config.fake import FakeConfig
+from hpcrl.config.head_training import HeadTrainingConfig
 from hpcrl.config.loss_weights import LossWeights
 from hpcrl.config.model import ModelConfig, ReferenceConfig
 from hpcrl.config.part_names import listed, once, own_section
@@ -299,6 +300,22 @@ class Config(Section):
         return any(weights.policy for weights in (*self.loss.values(), self.loss_of("default")))
 
     @property
+    def trains_head(self) -> bool:
+        """Whether the trainer's model has a head with one output per token (PipelineSpec.trains_head)."""
+        return self.pipeline_spec.trains_head
+
+    @property
+    def head_training(self) -> HeadTrainingConfig:
+        """The section of a pipeline that trains such a head."""
+        return self.section(HeadTrainingConfig)
+
+    @property
+    def sequences_per_row(self) -> int:
+        """Sequences that a row of a pipeline without prompts becomes."""
+        pairs = self.head_training.rows == "pairs" if self.trains_head else self.pipeline_spec.pairs
+        return 2 if pairs else 1
+
+    @property
     def generates(self) -> bool:
         """Whether the run generates the responses that it trains on."""
         return self.learns_from_rewards and self.debug != "train_only"
@@ -436,6 +453,15 @@ class Config(Section):
     @property
     def evaluates(self) -> bool:
         """Whether the run evaluates on validation prompts."""
+        return self._has_validation and not self.pipeline_spec.validates_rows(self)
+
+    @property
+    def validates_rows(self) -> bool:
+        """Whether the run computes its loss on rows of data.val."""
+        return self._has_validation and self.pipeline_spec.validates_rows(self)
+
+    @property
+    def _has_validation(self) -> bool:
         return self.data.val is not None and (self.eval_every > 0 or not self.pipeline_spec.trains)
 
     def env_of(self, domain: str) -> EnvConfig | None:
@@ -469,6 +495,8 @@ class Config(Section):
     @property
     def max_turn_tokens(self) -> int:
         """Maximum tokens of a full prompt and a full response."""
+        if self.trains_head:
+            return self.head_training.max_tokens + 1  # a token after the last, whose value is read
         return self.data.max_prompt_tokens + self.max_response_tokens
 
     @property

@@ -59,6 +59,7 @@ def _unread(config: Config) -> Iterator[tuple[Path, Path, str]]:
 
 def _unread_of_pipeline(config: Config) -> Iterator[tuple[Path, Path, str]]:
     """Keys that are unread because of the pipeline, the debug mode or an environment's other keys."""
+    yield from config.pipeline_spec.unread(config)
     if config.pipeline_spec.rank0_only:
         for key in type(config).model_fields:
             if key not in (*KEYS_OF_ALL, config.pipeline):
@@ -218,7 +219,7 @@ def _not_chosen(config: Config) -> Iterator[tuple[Path, Path, str]]:
     for section, key, chosen, entries in choices:
         for name, spec in entries:
             if name != chosen and spec.section is not None and not (section == ("trainer",) and name in others):
-                yield (*section, name), key, f"the {key[-1]} is {chosen}"
+                yield (*section, spec.section_key or name), key, f"the {key[-1]} is {chosen}"
 
 
 def _unread_policies(config: Config) -> Iterator[tuple[Path, Path, str]]:

@@ -19,6 +19,7 @@ from hpcrl.controller.critic_client import Critic
 from hpcrl.controller.debug import FixedWeights, IdleTrainer, StoredRollouts
 from hpcrl.controller.evaluation import Evaluation
 from hpcrl.controller.generation import replica_capacity
+from hpcrl.controller.held_out import HeldOutRows
 from hpcrl.controller.profiles import StepProfiler
 from hpcrl.controller.reference_client import Reference
 from hpcrl.controller.rollouts import Rollouts
@@ -43,7 +44,7 @@ class Parts:
 
     Args:
         first_step: The restored checkpoint's step, or 0 without a checkpoint.
-        evaluation: None without generators.
+        evaluation: None without validation, or without the ranks for it.
     """
 
     roles: Roles
@@ -53,7 +54,7 @@ class Parts:
     critic: Critic
     weights: Weights
     data: Rollouts | StoredRollouts | AnswerRows
-    evaluation: Evaluation | None
+    evaluation: Evaluation | HeldOutRows | None
     checkpoint: Checkpoints
     first_step: int
     profiler: StepProfiler
@@ -89,7 +90,11 @@ def build(
     else:
         assert loop is not None, "the layout of a run that generates has generators"
         data = _make_rollouts(loop, transfer_group, layout, config, tokenizer, run_dir, fence)
-    evaluation = Evaluation(loop, controller, layout, config, tokenizer, run_dir) if loop is not None else None
+    evaluation: Evaluation | HeldOutRows | None = None
+    if config.trains_head and config.validates_rows:
+        evaluation = HeldOutRows(trainer, config, tokenizer)
+    elif loop is not None:
+        evaluation = Evaluation(loop, controller, layout, config, tokenizer, run_dir)
     reference = Reference(controller, layout, config, run_dir)
     checkpoint = Checkpoints(controller, layout, config, run_dir, attempt, data, [trainer, reference])
     first_step = checkpoint.restore()

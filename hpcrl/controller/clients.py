@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from hpcrl.algorithms.factory import make_algorithm
 from hpcrl.cluster.layout import ENGINE_ROLES, FROZEN_ROLES, RoleLayout
@@ -100,14 +100,22 @@ class Trainer:
         """Restore the state; checkpoints of earlier versions have none."""
         self._algorithm.take(state.get("algorithm", {}))
 
+    def score_rows(self, batch: BatchHandle) -> Stats:
+        """The loss statistics of a batch, which is not trained on."""
+        plan = batch.plan(batch.rows, batch.samples, self._config.trainer.max_tokens_per_micro_batch)
+        norms = batch.norms(batch.samples)
+        commands = {rank: messages.ScoreRows(batch.id, plan[rank], *norms) for rank in batch.rows}
+        return answers_stats(self._controller.call(self._division.replicate(commands)).values())
+
     def load_rows(
         self,
         step: int,
         sequences: Sequence[int],
         sizes: Sequence[Sizes],
         keep_together: Mapping[int, int] | None = None,
+        split: Literal["train", "val"] = "train",
     ) -> BatchHandle:
-        """Load sequences of the training data as a batch of one mini-batch, balanced over the data-parallel ranks of
+        """Load sequences of a split of the data as a batch of one mini-batch, balanced over the data-parallel ranks of
         trainer and frozen models. Sequences with equal numbers in keep_together are on one rank, in one micro-batch."""
         by_sequence, together = dict(zip(sequences, sizes, strict=True)), keep_together or {}
         mini_batches = [sorted(by_sequence)]
@@ -120,7 +128,7 @@ class Trainer:
                     by_sequence, mini_batches, other.leaders, keep_together=together
                 )
                 divisions.append(other)
-        loads = {rank: messages.LoadRows(handle.id, given) for rank, given in handle.all_rows.items()}
+        loads = {rank: messages.LoadRows(handle.id, given, split) for rank, given in handle.all_rows.items()}
         self._controller.call(
             {rank: load for division in divisions for rank, load in division.replicate(loads).items()}
         )

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from hpcrl.config import Config
 from hpcrl.controller.batches import BatchHandle
 from hpcrl.controller.clients import Trainer
-from hpcrl.data import epoch_order, sft_rows
+from hpcrl.data import HeadRows, SFTRows, epoch_order, sft_rows
 from hpcrl.data.files import BadRow
 from hpcrl.metrics.stats import Stats, scalar
 from hpcrl.rollout.types import Sizes
@@ -28,8 +29,12 @@ class AnswerRows:
     def __init__(self, trainer: Trainer, config: Config, tokenizer: Any):
         assert config.pipeline_spec.batch_size is not None, "a pipeline without prompts has rows"
         self._trainer, self._batch_size = trainer, config.pipeline_spec.batch_size(config)
-        pairs = config.pipeline_spec.pairs
-        self._rows = rows = sft_rows(config.data, "train", tokenizer, config.seed, pairs)
+        rows: SFTRows
+        if config.trains_head:
+            rows = HeadRows(config, "train", tokenizer)
+        else:
+            rows = sft_rows(config.data, "train", tokenizer, config.seed, config.pipeline_spec.pairs)
+        self._rows = rows
         self._order = functools.lru_cache(2)(lambda epoch: epoch_order(config.seed, "sft", epoch, len(rows)))
         self._skipped: dict[int, str] = {}
         self.stats: Stats = {}
@@ -39,15 +44,7 @@ class AnswerRows:
         rows = self._rows
         draws = range((step - 1) * self._batch_size, step * self._batch_size)
         drawn = sorted({int(self._order(draw // len(rows))[draw % len(rows)]) for draw in draws})
-        sizes: dict[int, Sizes] = {}
-        for row in drawn:
-            try:
-                sequences = rows.sequences(row)
-            except BadRow as error:
-                self._skip(row, str(error))
-            else:
-                first = row * rows.per_row
-                sizes |= {first + n: Sizes(len(s.token_ids), sum(s.loss_mask)) for n, s in enumerate(sequences)}
+        sizes = sizes_of(rows, drawn, self._skip)
         if not sizes:
             raise ValueError(
                 f"step {step}: none of its {len(drawn)} rows can be learned from; {self._skipped[drawn[0]]}"
@@ -57,8 +54,7 @@ class AnswerRows:
             "_samples": scalar(len(sizes)),
             "rows/skipped": scalar(len(drawn) - len(sizes) // rows.per_row),
         }
-        together = {sequence: sequence // rows.per_row for sequence in sizes} if rows.per_row > 1 else {}
-        return self._trainer.load_rows(step, list(sizes), list(sizes.values()), together)
+        return self._trainer.load_rows(step, list(sizes), list(sizes.values()), rows_together(rows, sizes))
 
     def _skip(self, row: int, why: str) -> None:
         """Warn once about a row that is skipped."""
@@ -75,3 +71,23 @@ class AnswerRows:
     def held(self) -> dict[int, list[int]]:
         """Empty: no rank holds samples."""
         return {}
+
+
+def sizes_of(rows: SFTRows, drawn: Sequence[int], skip: Callable[[int, str], None]) -> dict[int, Sizes]:
+    """Sequence -> its size, for all sequences of the drawn rows; `skip` is called for a row that proves unusable, with
+    the reason."""
+    sizes: dict[int, Sizes] = {}
+    for row in drawn:
+        try:
+            sequences = rows.sequences(row)
+        except BadRow as error:
+            skip(row, str(error))
+        else:
+            first = row * rows.per_row
+            sizes |= {first + n: Sizes(len(s.token_ids), sum(s.loss_mask)) for n, s in enumerate(sequences)}
+    return sizes
+
+
+def rows_together(rows: SFTRows, sequences: Iterable[int]) -> dict[int, int]:
+    """Sequence -> its row, if rows have several sequences, which are then in one micro-batch."""
+    return {sequence: sequence // rows.per_row for sequence in sequences} if rows.per_row > 1 else {}

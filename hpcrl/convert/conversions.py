@@ -22,6 +22,8 @@ from hpcrl.convert.outputs import (
 )
 from hpcrl.convert.sources import ModelWeights, TensorSource, opened
 from hpcrl.convert.streaming import OutFile, default_threads, write_folder
+from hpcrl.engines.hf_folder import padding_id
+from hpcrl.engines.train.megatron.names import VALUE_HEAD
 from hpcrl.models.mtp import MTP, with_mtp_keys
 
 SHARD_BYTES = 4_000_000_000
@@ -91,7 +93,7 @@ def to_hf(checkpoint: Path, output: Path, options: ConvertOptions) -> Converted:
             source.check_sums(options.report_progress)
         files = hf_files(source, dtypes, options.most_bytes)
         config = with_mtp_keys(without_quantisation(config), config, kept=bool(source.names))
-        config |= _critic(config) if source.values else {}
+        config |= _scalar(config, found.model, f"{VALUE_HEAD}.bias" in source.shapes) if source.values else {}
         small = hf_small_files(files, dtypes, config, found.model)
         return _write(found.folder, output, source, dtypes, files, small, options)
     finally:
@@ -121,13 +123,17 @@ def to_megatron(checkpoint: Path, output: Path, options: ConvertOptions) -> Conv
         source.close()
 
 
-def _critic(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config.json entries that make the model a critic: transformers' model for token classification, with a single
-    label."""
-    from transformers.models.auto import modeling_auto  # the import takes seconds, and only critics need it
+def _scalar(config: Mapping[str, Any], folder: Path, bias: bool) -> dict[str, Any]:
+    """The config.json entries that make the model a critic, if its head has a bias, or else a reward model:
+    transformers' model for token or for sequence classification, with a single label."""
+    from transformers.models.auto import modeling_auto  # the import takes seconds, and only these models need it
 
-    name = modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES[config["model_type"]]
-    return {"architectures": [name], "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+    labels = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+    if bias:
+        name = modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES[config["model_type"]]
+        return {"architectures": [name], **labels}
+    name = modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES[config["model_type"]]
+    return {"architectures": [name], **labels, "pad_token_id": padding_id(folder, config["vocab_size"])}
 
 
 def _write(

@@ -38,7 +38,7 @@ class TensorSource(Protocol):
 
     @property
     def values(self) -> bool:
-        """Whether the model is a critic: it has a value head instead of a vocabulary projection."""
+        """Whether the model is a critic or a reward model, with a value head instead of a vocabulary projection."""
 
     def read(self, name: str, first: int, last: int) -> Tensor:
         """Rows `first` to `last` - 1 of a tensor. Several threads may call it at the same time."""
@@ -102,7 +102,7 @@ class TrainerWeights:
         """Compare the checkpoint with config.json, for families with a name table."""
         if family_of(config.get("model_type")).megatron is None:
             return
-        expected = table(config, values=self.values).shapes
+        expected = table(config, values=self.values, bias=f"{VALUE_HEAD}.bias" in self.shapes).shapes
         for name in [*expected, *(name for name in self.shapes if name not in self._mtp)]:
             if (has := self.shapes.get(name)) != (needs := expected.get(name)):
                 text = (
@@ -140,8 +140,8 @@ class ModelWeights:
         self._last = threading.local()
         if f"{VALUE_HEAD}.weight" in self._files.tensors:
             raise ValueError(
-                f"{folder} is a critic, whose value head ({VALUE_HEAD}.weight) would be lost; only language models "
-                "can be converted to Megatron"
+                f"{folder} is a critic or a reward model, whose head ({VALUE_HEAD}.weight) would be lost; only "
+                "language models can be converted to Megatron"
             )
         for name, shape in self.table.shapes.items():
             place = self._files.tensors.get(name)

@@ -1,16 +1,19 @@
 """Prompts: sources, reading of rows, order of drawing. Does not import torch."""
 
 from hpcrl.data.answers import SFTRows, sft_rows
+from hpcrl.data.head_rows import HeadRows, head_row_reader
 from hpcrl.data.pairs import parse_pair
 from hpcrl.data.rows import check_answers, check_shares, parse_row, read_splits
 from hpcrl.data.source import PromptSource, epoch_order
 
 __all__ = [
+    "HeadRows",
     "PromptSource",
     "SFTRows",
     "check_answers",
     "check_shares",
     "epoch_order",
+    "head_row_reader",
     "parse_pair",
     "parse_row",
     "read_splits",

@@ -1,5 +1,5 @@
-"""Built-in prompt sources that generate their rows: `task:NAME` (sort_digits, add, program, repeat, shapes),
-`reasoning_gym:NAME`, and from environments (hpcrl.data.env_sources), `env:DOMAIN` and `expert:NAME`.
+"""Built-in prompt sources that generate their rows: `task:NAME` (sort_digits, sort_pairs, add, program, repeat,
+shapes), `reasoning_gym:NAME`, and from environments (hpcrl.data.env_sources), `env:DOMAIN` and `expert:NAME`.
 
 A row is a function of (seed, split, index) only. Rows have the keys of a jsonl file: prompt, answer, other columns.
 """
@@ -100,6 +100,28 @@ def _sort_digits(rng: random.Random, options: SortOptions) -> dict[str, Any]:
     return {"prompt": f"sort: {_spaced(digits)}", "answer": _spaced(sorted(digits))}
 
 
+def _sort_pairs(rng: random.Random, options: SortOptions) -> dict[str, Any]:
+    """A row of sort_digits as a pair: the rejected answer has two digits exchanged, a digit changed, left out or twice,
+    or is the unsorted prompt."""
+    row = _sort_digits(rng, options)
+    right = [int(digit) for digit in row["answer"].split()]
+    while True:
+        wrong, (at, other) = list(right), (rng.randrange(len(right)) for _ in range(2))
+        match rng.randrange(5):
+            case 0:
+                wrong[at], wrong[other] = wrong[other], wrong[at]
+            case 1:
+                wrong[at] = rng.randrange(10)
+            case 2:
+                del wrong[at]
+            case 3:
+                wrong.insert(at, wrong[at])
+            case 4:
+                wrong = [int(digit) for digit in row["prompt"].removeprefix("sort: ").split()]
+        if wrong and wrong != right:
+            return {**row, "chosen": row["answer"], "rejected": _spaced(wrong)}
+
+
 def _add(rng: random.Random, options: AddOptions) -> dict[str, Any]:
     a, b = (rng.randrange(10 ** rng.randint(1, options.max_digits)) for _ in range(2))
     return {"prompt": f"add: {a} + {b}", "answer": str(a + b)}
@@ -141,6 +163,7 @@ def _shapes(rng: random.Random, options: ShapesOptions) -> dict[str, Any]:
 Make = Callable[[random.Random, Any], dict[str, Any]]
 TASKS: dict[str, tuple[Make, type[Section], str]] = {
     "sort_digits": (_sort_digits, SortOptions, "sort_digits"),
+    "sort_pairs": (_sort_pairs, SortOptions, "sort_digits"),
     "add": (_add, AddOptions, "exact_match"),
     "program": (_program, ProgramOptions, "code"),
     "repeat": (_repeat, RepeatOptions, "ifeval"),

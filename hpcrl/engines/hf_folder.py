@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from hpcrl.data.dialogue_tokens import padding_token
 from hpcrl.models.mtp import MTP, mtp_names, with_mtp_keys
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -61,6 +62,21 @@ def copy_beside_weights(origin: Path, folder: Path) -> None:
     for file in sorted(origin.iterdir()):
         if file.is_file() and file.name in (*TOKENIZER_FILES, *PROCESSOR_FILES, "generation_config.json"):
             shutil.copyfile(file, folder / file.name)
+
+
+def padding_id(folder: Path, vocab_size: int) -> int:
+    """The pad_token_id of a reward model that is exported with this folder's tokenizer (hpcrl.data.dialogue_tokens).
+    ValueError if the model has no such token."""
+    from transformers import AutoTokenizer
+
+    found = padding_token(AutoTokenizer.from_pretrained(folder, local_files_only=True))
+    if found >= vocab_size:
+        raise ValueError(
+            f"model.path {folder}: the tokenizer's padding token has the id {found}, and vocab_size in config.json is "
+            f"{vocab_size}, so transformers cannot load a reward model with it; set pad_token in tokenizer_config.json "
+            "to a token of the vocabulary"
+        )
+    return found
 
 
 def write_config(

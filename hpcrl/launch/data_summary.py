@@ -74,10 +74,10 @@ def row_checks(config: Config, template: FolderTemplate | None) -> dict[Split, R
     """Split -> the check of its rows; none without a template."""
     if template is None or not template.chat_template:
         return {}
-    learns = config.learns and not config.learns_from_rewards
+    learns = config.learns and not config.learns_from_rewards and not config.trains_head
     return {
         "train": RowCheck(template, _named(config), config.data, answers=learns),
-        "val": RowCheck(template, _named(config), config.data),
+        "val": RowCheck(template, _named(config), config.data, answers=learns and config.validates_rows),
     }
 
 
@@ -104,7 +104,7 @@ def image_checks(
         return {}
     splits: tuple[Split, ...] = ("train", "val")
     prompts, drops = config.data.max_prompt_tokens, config.data.overlong_prompts == "drop"
-    answers = config.learns and not config.learns_from_rewards  # their rows have no limit
+    answers = config.learns and not config.learns_from_rewards  # their rows have no limit here
     return {
         split: ImageCheck(
             vision,

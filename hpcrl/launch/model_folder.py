@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hpcrl.config import Config
 from hpcrl.models.families import PLANNED, family_of, read_shape
 from hpcrl.models.mtp import num_mtp_layers
 from hpcrl.models.shape import CannotPlanError, decoder_keys, wrong_size
@@ -97,6 +98,29 @@ def check_scalar_head(found: ModelFolder) -> Iterator[str]:
     if found.config and (not name.endswith(SCALAR_HEADS) or labels != 1):
         what = f"{found.path} is of {name} with {labels} label(s)"
         yield f"model.path: {what}; a reward model is ...{' or ...'.join(SCALAR_HEADS)} with one label"
+
+
+def check_first_head(config: Config, found: ModelFolder) -> Iterator[str]:
+    """A line if a reward model cannot be trained from the folder: its head has several labels or is of another kind."""
+    names = found.config.get("architectures")
+    name = str(names[0]) if isinstance(names, list) and names else ""
+    wanted = SCALAR_HEADS[config.head_training.rows == "steps"]
+    shape = found.shapes.get(HEAD)
+    if name.endswith(SCALAR_HEADS) and not name.endswith(wanted):
+        yield (
+            f"model.path: {found.path} has the head of {name}, and rm.rows={config.head_training.rows} trains one of "
+            f"...{wanted}; give a language model, or a model of this kind"
+        )
+    elif shape is not None and shape[0] != 1:
+        yield (
+            f"model.path: the head of {found.path} has {shape[0]} labels, and a row gives one number; give a language "
+            "model, or a reward model with one label"
+        )
+    elif name and not name.endswith((*SCALAR_HEADS, "ForCausalLM", "LMHeadModel")):
+        yield (
+            f"model.path: {found.path} is of {name}, and a reward model is made of a text model; give a language model "
+            "(...ForCausalLM) or a reward model"
+        )
 
 
 def check_chat_template(found: ModelFolder) -> Iterator[str]:

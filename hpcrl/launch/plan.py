@@ -20,6 +20,7 @@ from hpcrl.models.shape import CannotPlanError, ModelShape
 from hpcrl.models.tower import PREFIX
 from hpcrl.planner.adapters import trained
 from hpcrl.planner.image_memory import image_tokens_of_row, with_row_tokens
+from hpcrl.planner.trainer import trained_shape
 from hpcrl.run_folder import RunState
 from hpcrl.spec.extras import version_of
 
@@ -155,7 +156,7 @@ def _folder(path: str | None) -> str:
 
 def plan_shape(config: Config, model: ModelFolder | None) -> ModelShape:
     """The model's parameters. CannotPlanError if its family is not known."""
-    return read_shape(config.model.tiny.hf_config() if model is None else model.config)
+    return trained_shape(config, read_shape(config.model.tiny.hf_config() if model is None else model.config))
 
 
 def _resources(config: Config, layout: RoleLayout, shape: ModelShape) -> Iterator[tuple[str, str]]:
@@ -182,7 +183,8 @@ def _work(config: Config) -> str:
         return config.pipeline_spec.work(config)
     what = f"{config.pipeline}, {_algorithm(config)}" if config.learns_from_rewards else config.pipeline
     save = f"checkpoint every {config.save_every}" if config.save_every else "checkpoint at the end"
-    evaluate = f"evaluation every {config.eval_every}" if config.evaluates else "no evaluation"
+    validates = config.evaluates or config.validates_rows
+    evaluate = f"evaluation every {config.eval_every}" if validates else "no evaluation"
     return f"{what}, {config.max_steps} steps, {evaluate}, {save}{', deterministic' if config.deterministic else ''}"
 
 

@@ -22,7 +22,14 @@ from hpcrl.config.teacher import TeacherConfig
 from hpcrl.launch.frozen import resolve_config
 from hpcrl.launch.hub import find_model
 from hpcrl.launch.machine import check_machine
-from hpcrl.launch.model_folder import NO_TOKENIZER, ModelFolder, check_chat_template, check_scalar_head, inspect_model
+from hpcrl.launch.model_folder import (
+    NO_TOKENIZER,
+    ModelFolder,
+    check_chat_template,
+    check_first_head,
+    check_scalar_head,
+    inspect_model,
+)
 from hpcrl.launch.plan import ShownRows, plan_shape
 from hpcrl.launch.render import check_arguments, check_prologue
 from hpcrl.launch.resources import check_host_memory
@@ -87,7 +94,7 @@ def prepare(argv: Sequence[str]) -> tuple[Config, RoleLayout, ModelFolder | None
 
 def _check_inputs(reading: LoadedConfig, config: Config, layout: RoleLayout | None) -> ShownRows:
     """Checks prompt files, rewards and stored rollouts; returns the plan's summary. `layout` is None if impossible."""
-    from hpcrl.data import check_answers, check_shares, parse_pair, parse_row, read_splits
+    from hpcrl.data import check_answers, check_shares, head_row_reader, parse_pair, parse_row, read_splits
     from hpcrl.envs.factory import validate_envs
     from hpcrl.launch.data_summary import (
         check_media,
@@ -108,6 +115,8 @@ def _check_inputs(reading: LoadedConfig, config: Config, layout: RoleLayout | No
         template = _check_template(reading, config)
         checks = row_checks(config, template)
         read_train = parse_pair if config.pipeline_spec.pairs else parse_row
+        read_val = read_train if config.validates_rows else parse_row
+        readers = (head_row_reader(config),) * 2 if config.trains_head else (read_train, read_val)
         vision, unusable = None, False
         try:
             vision = find_vision(config)
@@ -116,7 +125,7 @@ def _check_inputs(reading: LoadedConfig, config: Config, layout: RoleLayout | No
             unusable = True
             reading.add([Problem((), str(error), (("model", "path"), ("data", "max_pixels")))])
         seeing = image_checks(config, vision, template, checks, vision_of_judge(config))
-        rows, wrong = read_splits(config.data, config.seed, seeing or checks, read_train)
+        rows, wrong = read_splits(config.data, config.seed, seeing or checks, *readers)
         wrong += check_own_variables(config, rows)
         wrong += check_media(config, rows, vision) if not unusable else []
         if config.learns_from_rewards:
@@ -189,7 +198,9 @@ def _check_model(reading: LoadedConfig, config: Config) -> ModelFolder | None:
     if config.model.path is None:
         return None
     model = inspect_model(Path(config.model.path), to_plan=config.dry_run, weightless=config.debug == "fake")
-    reading.add([Problem((), line, (("model", "path"),)) for line in model.problems])
+    wrong = list(check_first_head(config, model)) if config.trains_head else []
+    wrong = wrong or model.problems
+    reading.add([Problem((), line, (("model", "path"),)) for line in wrong])
     reading.add([Problem((), line, (("model", "path"),)) for line in check_embedding(model.path, model.config)])
     if model.model_type:
         reading.add(list(check_family(config, model.model_type, ("model", "path"), model.config)))

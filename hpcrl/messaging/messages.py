@@ -210,11 +210,12 @@ class TransferRollouts(Message):
 
 
 class LoadRows(Message):
-    """Form batch `batch` from the supervised training data: sequence n belongs to row n // per_row
-    (hpcrl.data.answers)."""
+    """Form batch `batch` from the rows of a split of the data, which supervised pipelines train on: sequence n belongs
+    to row n // per_row (hpcrl.data.answers)."""
 
     batch: int
     sequences: list[int]
+    split: Literal["train", "val"] = "train"
 
 
 class LoadRollouts(Message):
@@ -289,6 +290,15 @@ class TrainStep(Message):
     tokens: float
     sequences: float
     coefficients: dict[str, float] = {}
+
+
+class ScoreRows(Message):
+    """Compute the loss statistics of these rows of the batch, without training on them; norms as in TrainStep."""
+
+    batch: int
+    micro_batches: list[list[int]]
+    tokens: float
+    sequences: float
 
 
 class TrainCritic(Message):
@@ -414,6 +424,7 @@ Command = (
     | Advantages
     | BroadcastBatch
     | TrainStep
+    | ScoreRows
     | TrainCritic
     | DropBatch
     | WriteRollouts

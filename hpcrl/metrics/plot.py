@@ -21,7 +21,9 @@ from hpcrl.system.files import write_durably
 PANELS = (
     ("critic/rewards/mean", "training reward", "#3b6fb6"),
     ("sft/loss", "training loss", "#7a5195"),
+    ("rm/loss", "training loss of the reward model", "#7a5195"),
     ("val/score/mean", "validation accuracy", "#d1603d"),
+    ("val/accuracy", "held-out accuracy", "#d1603d"),
 )
 SAMPLED = "val/sampled/score/mean"
 MAX_LABEL_CHARS = 40

@@ -53,14 +53,15 @@ def merge(parts: Iterable[Mapping[str, Stat]]) -> Stats:
 
 
 def flatten(stats: Mapping[str, Stat]) -> dict[str, float]:
-    """Names and numbers to log: `name/*` becomes name/mean, name/max and name/min; `name^` becomes name with the
-    maximum; any other name gets the mean. Statistics without values are omitted."""
+    """Names and numbers to log: a name with `/*`, such as `name/*`, becomes three, with mean, max and min for the star;
+    `name^` becomes name with the maximum; any other name gets the mean. Statistics without values are omitted."""
     flat: dict[str, float] = {}
     for name, (total, count, low, high) in stats.items():
         if count == 0:
             continue
-        if name.endswith("/*"):
-            flat |= {name[:-1] + "mean": total / count, name[:-1] + "max": high, name[:-1] + "min": low}
+        if "/*" in name:
+            numbers = (("mean", total / count), ("max", high), ("min", low))
+            flat |= {name.replace("/*", f"/{word}"): number for word, number in numbers}
         elif name.endswith("^"):
             flat[name[:-1]] = high
         else:

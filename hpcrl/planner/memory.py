@@ -24,7 +24,7 @@ from hpcrl.planner.generator import (
 from hpcrl.planner.image_memory import controller_pixels, pixel_parts, scorer_pixels, with_row_tokens
 from hpcrl.planner.memory_parts import PHASES, Part, Phase, has_gpus
 from hpcrl.planner.traffic import weight_groups
-from hpcrl.planner.trainer import check_critic, check_reference, check_teacher, train_plan
+from hpcrl.planner.trainer import check_critic, check_reference, check_teacher, train_plan, trained_shape
 from hpcrl.spec.table import load
 from hpcrl.spec.tables import GEN_ENGINES, ROLES
 
@@ -268,7 +268,8 @@ def planned_kinds(config: Config, layout: RoleLayout, image_tokens: int | None =
         if config.debug != "fake" and not config.pipeline_spec.rank0_only:
             path = config.model.path
             found = json.loads((Path(path) / "config.json").read_text()) if path else config.model.tiny.hf_config()
-            return memory(config, layout, with_row_tokens(read_shape(found), image_tokens))
+            shape = trained_shape(config, read_shape(found))
+            return memory(config, layout, with_row_tokens(shape, image_tokens))
     return []
 
 

@@ -65,7 +65,8 @@ def train_plan(config: Config) -> TrainPlan:
 
 def trainer_parts(config: Config, shape: ModelShape, num_ranks: int) -> list[Part]:
     """See TrainPlan. CannotPlanError for an engine without a plan."""
-    return train_plan(config).trainer_parts(config, shape, num_ranks)
+    parts = train_plan(config).trainer_parts(config, shape, num_ranks)
+    return [part for part in parts if part.name != "logits"] if config.trains_head else parts
 
 
 def _with_rows_of(policy: ModelShape, folder: str, key: str) -> ModelShape:
@@ -166,6 +167,15 @@ def critic_shape(config: Config, policy: ModelShape) -> ModelShape:
     body = tuple(p for p in shape.parameters if not p.name.startswith("lm_head."))
     head = (Parameter("score.weight", (1, shape.hidden_size), "whole"), Parameter("score.bias", (1,), "whole"))
     return replace(shape, parameters=(*body, *head))
+
+
+def trained_shape(config: Config, policy: ModelShape) -> ModelShape:
+    """The trained model's parameters: `policy`, or if the pipeline trains a head, its decoder with this head."""
+    if not config.trains_head:
+        return policy
+    body = tuple(p for p in policy.parameters if not p.name.startswith(("lm_head.", "score.")))
+    head = Parameter("score.weight", (1, policy.hidden_size), "whole")
+    return replace(policy, parameters=(*body, head))
 
 
 def critic_parts(config: Config, shape: ModelShape, num_ranks: int) -> list[Part]:

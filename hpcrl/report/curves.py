@@ -14,7 +14,9 @@ from hpcrl.report.section import ReportSection
 DEFAULTS = (
     "critic/rewards/mean",
     "sft/loss",
+    "rm/loss",
     "val/score/mean",
+    "val/accuracy",
     "critic/entropy/mean",
     "critic/kl",
     "token/response_length/mean",

@@ -73,6 +73,7 @@ class Batch:
         sample_ids: Tensor
         weights: Tensor
         chosen: Tensor | None
+        targets: Tensor | None
         gen_logprobs_behaviour: Tensor | None
         states: Tensor | None
         baselines: Tensor | None

@@ -10,7 +10,7 @@ from typing import Any
 from hpcrl.spec.division import Division
 from hpcrl.spec.fields import Section
 from hpcrl.spec.policy_loss import POLICY_GRADIENT, PolicyLoss
-from hpcrl.spec.problems import Problem
+from hpcrl.spec.problems import Path, Problem
 from hpcrl.spec.table import load
 from hpcrl.spec.weight_layout import RequiredSlices, all_weights
 
@@ -43,6 +43,8 @@ class Spec:
     """Problems of a configuration that uses the part."""
     name: str = "own"
     """Name of its section if the configuration names the part by its path instead of a table's name."""
+    section_key: str = ""
+    """Key of its section if this is not the part's name in a table, which another section has."""
     needs: Mapping[str, str] = field(default_factory=dict)
     """Module that must be installed -> extra of hpcrl, or else package, that installs it."""
     needs_on_gpu: Mapping[str, str] = field(default_factory=dict)
@@ -105,7 +107,16 @@ class PipelineSpec(Spec):
     """Whether its rows are not prompts but pairs of a chosen and a rejected answer (hpcrl.data.pairs). A pair becomes
     two sequences with one group id, first the chosen one (field `chosen`), on one rank in one micro-batch."""
     objective: str = ""
-    """`module:NAME` of the objective, called without arguments, if the run has no algorithm."""
+    """`module:NAME` of the objective if the run has no algorithm; called with the pipeline's section if it takes an
+    argument."""
+    validates_rows: Callable[[Any], bool] = lambda config: False
+    """Whether data.val has rows like data.train, on which it computes its loss, instead of prompts."""
+    unread: Callable[[Any], Iterable[tuple[Path, Path, str]]] = lambda config: ()
+    """(path of a key that it does not read, the key that is the cause, reason)."""
+    trains_head: bool = False
+    """Whether the trainer's model has a head with one output per token (TrainEngineSpec.make_critic) instead of a
+    vocabulary projection. Its section is a hpcrl.config.head_training.HeadTrainingConfig, and its rows are those of
+    hpcrl.data.head_rows, also in data.val (validates_rows)."""
     loss_weights: Mapping[str, float] = field(default_factory=dict)
     """Its defaults for the keys of the section loss (hpcrl.config.loss_weights) that differ from the section's."""
     work: Callable[[Any], str] | None = None
@@ -198,7 +209,8 @@ class TrainEngineSpec(Spec):
     """Whether it can train adapters of frozen weights (hpcrl.engines.train.training_engine.TrainsAdapters)."""
     make_critic: str = ""
     """`module:NAME` of make_critic(config, model_path, total_steps), which all ranks of a critic call with
-    Config.of_critic(); it returns a ValueEngine (hpcrl.engines.train.training_engine). Empty: it has no value head."""
+    Config.of_critic(), and all trainer ranks of a pipeline that trains a head (PipelineSpec.trains_head) with the run's
+    configuration; it returns a ValueEngine (hpcrl.engines.train.training_engine). Empty: it has no value head."""
     selectable: bool = True
     """Whether trainer.engine may name it."""
 

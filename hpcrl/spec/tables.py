@@ -20,6 +20,7 @@ PIPELINES = SpecTable(
     {
         "rlvr": "hpcrl.pipelines.rlvr:SPEC",
         "sft": "hpcrl.pipelines.sft:SPEC",
+        "reward_model": "hpcrl.pipelines.train_reward_model:SPEC",
         "agentic": "hpcrl.pipelines.agentic:SPEC",
         "distill": "hpcrl.pipelines.distill:SPEC",
         "evaluate": "hpcrl.pipelines.evaluate:SPEC",

@@ -239,6 +239,15 @@ declare(
         optional=True,
     ),
     Field(
+        "targets",
+        "float32",
+        Level.TOKEN,
+        Origin.PACKING,
+        "at trained tokens what the value before the token learns: a pair's margin, a score or a step's label; only of "
+        "rows for a value head",
+        optional=True,
+    ),
+    Field(
         "on_policy",
         "bool",
         Level.TOKEN,

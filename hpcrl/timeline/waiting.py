@@ -30,6 +30,7 @@ ACTIVITIES = {
     "Values": "values",
     "TrainStep": "training",
     "TrainCritic": "training the critic",
+    "ScoreRows": "validation",
     "UpdateWeights": "weight updates",
     "LoadReference": "updates of the reference",
     "rollouts": "rollouts",

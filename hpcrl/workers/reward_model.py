@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import torch
 
-from hpcrl.data.chat import encode, render
+from hpcrl.data.dialogue_tokens import dialogue_tokens
 from hpcrl.engines.scalar import ScalarModel
 from hpcrl.metrics.stats import Stats
 from hpcrl.workers.load import Load
@@ -104,7 +104,7 @@ class RewardModelRole:
     def _tokens(self, asked: ScoreRequest) -> list[int]:
         """The token ids of a dialogue, rendered with the chat template. ValueError if there are none, too many, or ids
         outside the vocabulary."""
-        ids = encode(self._tokenizer, render(self._tokenizer, asked.messages, None, ask=False))
+        ids = dialogue_tokens(self._tokenizer, asked.messages)
         if not 0 < len(ids) <= self._most_tokens:
             raise ValueError(f"the dialogue has {len(ids)} tokens, reward_model.max_tokens={self._most_tokens}")
         if max(ids) >= self.model.vocab_size:

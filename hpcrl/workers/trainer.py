@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from hpcrl.algorithms.factory import make_algorithm
-from hpcrl.algorithms.interface import AdvantageEstimator, RewardTable
+from hpcrl.algorithms.interface import AdvantageEstimator, Outputs, RewardTable
 from hpcrl.algorithms.metrics import advantage_stats, batch_stats, domain_stats
 from hpcrl.algorithms.token_losses import fill_weights
 from hpcrl.comm.data_parallel import DataParallel
 from hpcrl.config import Config
-from hpcrl.data import SFTRows, sft_rows
+from hpcrl.data import HeadRows, SFTRows, sft_rows
 from hpcrl.data.answers import TrainedSequence
 from hpcrl.engines.expert_routes import routes_of
 from hpcrl.engines.train.teacher_head import read_teacher_head
@@ -25,6 +25,7 @@ from hpcrl.engines.train.training_engine import (
     ComputesEntropies,
     TrainEngine,
     TrainsAdapters,
+    ValueEngine,
     check_objective,
     check_segments,
 )
@@ -38,6 +39,7 @@ from hpcrl.messaging.messages import (
     LoadRollouts,
     LoadRows,
     Logprobs,
+    ScoreRows,
     TrainStep,
     WriteRollouts,
 )
@@ -71,15 +73,18 @@ class EngineRole:
         self.engine = self._make_engine(worker.model_path)
         check_segments(self.engine, worker.config.by_steps)
         self._ranks = DataParallel(worker.world, self.name, worker.layout.division(self.name))
-        self._rows: Any = None
+        self._rows: dict[str, SFTRows] = {}
 
     def _make_engine(self, model_path: Path) -> TrainEngine:
         return self._make(self._worker.config, model_path)
 
     def _make(self, config: Config, model_path: Path) -> TrainEngine:
         total_steps = (config.max_steps - config.policy_waits) * self._algorithm.objective.optimizer_steps
-        make = TRAIN_ENGINES[config.train_engine].load()
-        engine: TrainEngine = make(config, model_path, total_steps, self.trainable)
+        engine: TrainEngine
+        if config.trains_head:
+            engine = TRAIN_ENGINES[config.train_engine].load_critic()(config, model_path, total_steps)
+        else:
+            engine = TRAIN_ENGINES[config.train_engine].load()(config, model_path, total_steps, self.trainable)
         return engine
 
     def poll(self) -> bool:
@@ -92,11 +97,15 @@ class EngineRole:
         return {LoadRollouts: self._load_rollouts, LoadRows: self._load_rows, BroadcastBatch: self._broadcast}
 
     def _load_rows(self, command: LoadRows, seq: int) -> Done:
-        if self._rows is None:
-            config = self._worker.config
+        if command.split not in self._rows:
+            config, tokenizer = self._worker.config, self._worker.tokenizer
             pairs = config.pipeline_spec.pairs
-            self._rows = sft_rows(config.data, "train", self._worker.tokenizer, config.seed, pairs)
-        self._worker.batches[command.batch] = batch_of_rows(self._rows, command.sequences)
+            self._rows[command.split] = (
+                HeadRows(config, command.split, tokenizer)
+                if config.trains_head
+                else sft_rows(config.data, command.split, tokenizer, config.seed, pairs)
+            )
+        self._worker.batches[command.batch] = batch_of_rows(self._rows[command.split], command.sequences)
         return Done(seq)
 
     def _load_rollouts(self, command: LoadRollouts, seq: int) -> Done:
@@ -179,6 +188,7 @@ class TrainerRole(EngineRole):
         return super().handlers() | {
             Advantages: self._advantages,
             TrainStep: self._train_step,
+            ScoreRows: self._score_rows,
             WriteRollouts: self._write_rollouts,
             Export: self.export,
         }
@@ -207,6 +217,15 @@ class TrainerRole(EngineRole):
             Norms(command.tokens, command.sequences),
         )
         return Done(seq, stats=stats if self._ranks.holds_outputs else {})
+
+    @torch.no_grad()
+    def _score_rows(self, command: ScoreRows, seq: int) -> Done:
+        batch, engine = self._worker.batches[command.batch], self.engine
+        assert isinstance(engine, ValueEngine), "the pipeline trains a head"
+        values = self._ranks.outputs(engine.values(batch, command.micro_batches), batch.num_tokens)
+        outputs, norms = Outputs(torch.zeros_like(values), values=values), Norms(command.tokens, command.sequences)
+        _, stats = self._algorithm.objective.loss(outputs, batch, norms)
+        return Done(seq, stats=stats if self._ranks.is_head else {})
 
     def _write_rollouts(self, command: WriteRollouts, seq: int) -> Done:
         batch = self._worker.batches[command.batch]
@@ -256,7 +275,15 @@ def batch_of_rows(rows: SFTRows, sequences: Sequence[int]) -> Batch:
     batch = batch_from_samples(samples, groups)
     if rows.per_row > 1:
         batch.chosen = torch.tensor([n % rows.per_row == 0 for n in sequences], dtype=torch.bool)
+    if isinstance(rows, HeadRows):
+        batch.targets = torch.zeros(batch.num_tokens)
+        targets = [number for n, row in zip(sequences, groups, strict=True) for number in _targets(encoded[row], n)]
+        batch.targets[batch.loss_mask] = torch.tensor(targets, dtype=torch.float32)
     return batch
+
+
+def _targets(row: Sequence[TrainedSequence], number: int) -> tuple[float, ...]:
+    return row[number % len(row)].targets
 
 
 def _supervised_sample(number: int, sequence: TrainedSequence) -> Sample:

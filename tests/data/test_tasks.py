@@ -25,6 +25,14 @@ def test_sort_digits_answers_are_correct():
     assert {len(r["answer"].split()) for r in rows("task:sort_digits", 0, "val", 100)} == {4, 5, 6, 7}
 
 
+def test_a_pair_of_sorted_digits_has_one_wrong_answer():
+    found = rows("task:sort_pairs", 0, "train", 300)
+    assert all(row["chosen"] == " ".join(sorted(row["prompt"].removeprefix("sort: ").split())) for row in found)
+    assert all(row["chosen"] == row["answer"] != row["rejected"] for row in found)
+    lengths = {len(row["rejected"].split()) - len(row["chosen"].split()) for row in found}
+    assert lengths == {-1, 0, 1} and any(sorted(row["rejected"].split()) == row["chosen"].split() for row in found)
+
+
 def test_add_answers_are_correct():
     for row in rows("task:add", 0, "train", 300):
         a, b = row["prompt"].removeprefix("add: ").split(" + ")
@@ -75,7 +83,11 @@ def test_reasoning_gym_rows_equal_its_own():
 @pytest.mark.parametrize(
     ("path", "options", "message"),
     [
-        ("task:nope", {}, "there is no task 'nope'; built in are add, program, repeat, shapes, sort_digits"),
+        (
+            "task:nope",
+            {},
+            "there is no task 'nope'; built in are add, program, repeat, shapes, sort_digits, ",
+        ),
         ("task:add", {"digits": 1}, r"task:add: there is no option 'digits' \(there are: max_digits\)"),
         ("task:sort_digits", {"min_digits": 9}, "min_digits=9 is above max_digits=7"),
         ("task:sort_digits", {"min_digits": 1, "max_digits": 1}, "too few different rows"),

@@ -12,15 +12,16 @@ from torch import Tensor, nn
 from hpcrl.config import Config
 from hpcrl.engines.train.deepspeed.engine import ZeroEngine
 from hpcrl.engines.train.deepspeed.spec import DeepSpeedConfig
-from hpcrl.engines.train.fsdp2.critic import HEAD, FSDP2Critic, PackedCritic
+from hpcrl.engines.train.fsdp2.critic import HEAD, FSDP2Critic, FSDP2Scorer, PackedCritic, scores_sequences
 from hpcrl.engines.train.fsdp2.engine import arguments, spread
 from hpcrl.rollout.batch import Batch
 
 
 def make(config: Config, model_path: Path, total_steps: int) -> ZeroCritic:
-    """The critic's engine; `config` is Config.of_critic(). Collective over the default group."""
+    """The critic's engine; `config` as for FSDP2's. Collective over the default group."""
     own = config.trainer.section(DeepSpeedConfig)
-    return ZeroCritic(config.trainer, model_path, zero=own, **arguments(config, total_steps))
+    kind = ZeroScorer if scores_sequences(config) else ZeroCritic
+    return kind(config.trainer, model_path, zero=own, **arguments(config, total_steps))
 
 
 class ZeroPackedCritic(PackedCritic):
@@ -60,3 +61,7 @@ class ZeroCritic(ZeroEngine, FSDP2Critic):
     def _values(self, batch: Batch) -> Tensor:
         inputs, places = self._inputs(batch)
         return spread(self.model(*inputs), places, batch)
+
+
+class ZeroScorer(ZeroCritic, FSDP2Scorer):
+    """The critic's engine for a reward model, see FSDP2Scorer."""

@@ -13,6 +13,7 @@ from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     PreTrainedModel,
 )
@@ -21,6 +22,7 @@ from transformers.modeling_layers import GenericForTokenClassification
 
 from hpcrl.algorithms.interface import Objective, Outputs
 from hpcrl.config import Config
+from hpcrl.engines.hf_folder import padding_id
 from hpcrl.engines.train.fsdp2.engine import FSDP2Engine, arguments, spread
 from hpcrl.engines.train.fsdp2.exchange import assemble
 from hpcrl.engines.train.fsdp2.images import ImageInputs
@@ -41,10 +43,25 @@ CRITIC = Kind(
 )
 
 
+SCORER = Kind(
+    AutoModelForSequenceClassification,
+    "reward model (transformers' model for sequence classification)",
+    MappingProxyType({"num_labels": 1}),
+    frozenset({f"{HEAD}.weight"}),
+)
+
+
 def make(config: Config, model_path: Path, total_steps: int) -> FSDP2Critic:
-    """The critic's engine; `config` is Config.of_critic(). Collective over the default group."""
+    """The critic's engine; `config` is Config.of_critic(), or that of a pipeline that trains a head. Collective over
+    the default group."""
     own = config.trainer.section(FSDP2Config)
-    return FSDP2Critic(config.trainer, model_path, own=own, **arguments(config, total_steps))
+    kind = FSDP2Scorer if scores_sequences(config) else FSDP2Critic
+    return kind(config.trainer, model_path, own=own, **arguments(config, total_steps))
+
+
+def scores_sequences(config: Config) -> bool:
+    """Whether the model is exported for sequence classification: a reward model, except one that scores steps."""
+    return config.trains_head and config.head_training.rows != "steps"
 
 
 def add_critic_class(model_path: Path) -> None:
@@ -119,14 +136,14 @@ class FSDP2Critic(FSDP2Engine):
     def _empty_model(self, dtype: torch.dtype) -> PreTrainedModel:
         if self.vision is not None:
             add_critic_class(self.model_path)
-        return self._with_head(empty_model(self.model_path, dtype, CRITIC))
+        return self._with_head(empty_model(self.model_path, dtype, self.kind))
 
     def _read_model(self, dtype: torch.dtype) -> PreTrainedModel:
-        return self._with_head(read_model(self.model_path, dtype, CRITIC))
+        return self._with_head(read_model(self.model_path, dtype, self.kind))
 
     def _with_head(self, hf: PreTrainedModel) -> PreTrainedModel:
         if not isinstance(head := getattr(hf, HEAD, None), nn.Linear):
-            raise ValueError(f"critic: the head of {hf.config.model_type} is not supported; take another critic.path")
+            raise ValueError(f"critic: the head of {hf.config.model_type} is not supported; take another model")
         head.float()
         return hf
 
@@ -143,3 +160,16 @@ class FSDP2Critic(FSDP2Engine):
     def values(self, batch: Batch, micro_batches: MicroBatches) -> Tensor:
         """See ValueEngine."""
         return self._by_row(batch, micro_batches, self._values)
+
+
+class FSDP2Scorer(FSDP2Critic):
+    """The critic's engine for a reward model: its head has no bias, and its exports have a padding token, with which
+    transformers finds a sequence's end."""
+
+    kind = SCORER
+
+    def _with_head(self, hf: PreTrainedModel) -> PreTrainedModel:
+        found = super()._with_head(hf)
+        config = found.config.get_text_config()
+        config.pad_token_id = padding_id(self.model_path, config.vocab_size)
+        return found

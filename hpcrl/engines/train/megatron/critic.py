@@ -3,6 +3,7 @@ value."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,14 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
-from transformers.models.auto.modeling_auto import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
+)
 
 from hpcrl.algorithms.interface import Objective, Outputs
 from hpcrl.config import Config
+from hpcrl.engines.hf_folder import padding_id
 from hpcrl.engines.train.megatron.engine import MegatronEngine
 from hpcrl.engines.train.megatron.export import export
 from hpcrl.engines.train.megatron.gpt_model import Description, Prediction
@@ -24,8 +29,10 @@ from hpcrl.rollout.batch import Batch, MicroBatches
 
 
 def make(config: Config, model_path: Path, total_steps: int) -> MegatronCritic:
-    """The critic's engine; `config` is Config.of_critic(). Collective over the default group."""
-    return MegatronCritic(
+    """The critic's engine; `config` is Config.of_critic(), or that of a pipeline that trains a head. Collective over
+    the default group."""
+    kind = MegatronScorer if config.trains_head and config.head_training.rows != "steps" else MegatronCritic
+    return kind(
         config.trainer,
         model_path,
         own=config.trainer.section(MegatronConfig),
@@ -37,15 +44,16 @@ def make(config: Config, model_path: Path, total_steps: int) -> MegatronCritic:
 class ValueHead(nn.Module):
     """Computes each state's value in float32. Every tensor-parallel rank has a copy, and computes the same values."""
 
-    def __init__(self, config: TransformerConfig):
+    def __init__(self, config: TransformerConfig, bias: bool):
         super().__init__()
         kind = {"dtype": config.params_dtype, "device": torch.cuda.current_device()}
         self.weight = nn.Parameter(torch.zeros(1, config.hidden_size, **kind))  # type: ignore[arg-type]
-        self.bias = nn.Parameter(torch.zeros(1, **kind))  # type: ignore[arg-type]
+        self.bias = nn.Parameter(torch.zeros(1, **kind)) if bias else None  # type: ignore[arg-type]
 
     def forward(self, states: Tensor) -> Tensor:
         """float32 [N] of states [N, h]."""
-        return nn.functional.linear(states.float(), self.weight.float(), self.bias.float())[:, 0]
+        bias = None if self.bias is None else self.bias.float()
+        return nn.functional.linear(states.float(), self.weight.float(), bias)[:, 0]
 
 
 class ValueModel(GPTModel):
@@ -53,11 +61,12 @@ class ValueModel(GPTModel):
     passed as its labels."""
 
     words: int  # vocabulary size without padding
+    bias = True  # of the head
 
     def __init__(self, config: TransformerConfig, *args: Any, **options: Any):
         super().__init__(config, *args, **options | {"share_embeddings_and_output_weights": False})
         if self.post_process:
-            self.output_layer = ValueHead(config)
+            self.output_layer = ValueHead(config, self.bias)
 
     def _postprocess(self, hidden_states: Tensor, labels: Prediction | None = None, **_: Any) -> Any:
         if not self.post_process:
@@ -71,6 +80,12 @@ class ValueModel(GPTModel):
         return (self.output_layer(hidden_states[:, 0].index_select(0, labels.before)),)
 
 
+class ScoreModel(ValueModel):
+    """A reward model, whose head has no bias."""
+
+    bias = False
+
+
 class MegatronCritic(MegatronEngine):
     """TrainEngine and ValueEngine (hpcrl.engines.train.training_engine) on the default process group.
 
@@ -79,14 +94,14 @@ class MegatronCritic(MegatronEngine):
 
     computes = frozenset({"values"})
     chunk_class = ValueModel
+    names: Mapping[str, str] = MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES
+    """Family -> transformers' class, as which the model is exported."""
+    exported_as = "token classification model of {}, as which a critic is exported; use another model as critic.path"
 
     def _describe(self) -> Description:
         found = super()._describe()
-        if found.shape.family not in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES:
-            raise ValueError(
-                f"model.path {self.model_path}: transformers has no token classification model of "
-                f"{found.shape.family}, as which a critic is exported; use another model as critic.path"
-            )
+        if (family := found.shape.family) not in self.names:
+            raise ValueError(f"model.path {self.model_path}: transformers has no {self.exported_as.format(family)}")
         return found
 
     def values(self, batch: Batch, micro_batches: MicroBatches) -> Tensor | None:
@@ -98,8 +113,26 @@ class MegatronCritic(MegatronEngine):
         return Outputs(torch.zeros_like(values), values=values), values.sum()
 
     def export_hf(self, folder: Path) -> None:
-        """See TrainEngine: writes transformers' model for token classification with a single label."""
-        name = MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES[self.description.shape.family]
-        labels = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+        """See TrainEngine: writes transformers' model for token or sequence classification with a single label."""
         self._gather()
-        export(self.weights, self.model_path, Path(folder), self.dtype, "drop", {"architectures": [name], **labels})
+        export(self.weights, self.model_path, Path(folder), self.dtype, "drop", self._exported_config())
+
+    def _exported_config(self) -> dict[str, Any]:
+        labels = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+        return {"architectures": [self.names[self.description.shape.family]], **labels}
+
+
+class MegatronScorer(MegatronCritic):
+    """The critic's engine for a reward model, see FSDP2Scorer."""
+
+    chunk_class, head_bias = ScoreModel, False
+    names = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+    exported_as = "sequence classification model of {}, as which a reward model is exported; use another model"
+
+    def _describe(self) -> Description:
+        found = super()._describe()
+        self._padding = padding_id(self.model_path, found.shape.vocab_size)
+        return found
+
+    def _exported_config(self) -> dict[str, Any]:
+        return {**super()._exported_config(), "pad_token_id": self._padding}

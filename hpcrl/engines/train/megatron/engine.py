@@ -79,6 +79,7 @@ class MegatronEngine:
 
     computes = SPEC.computes
     chunk_class: type[GPTModel] = LogprobsModel
+    head_bias = True  # of a value head
 
     def __init__(
         self,
@@ -125,7 +126,7 @@ class MegatronEngine:
         core = transformer_config(self.description, self.own, self.dtype, deterministic=deterministic)
         chunks = build(self.description, self.own, core, self.chunk_class)
         values = "values" in self.computes
-        self.weights = HFWeights(self.description, self.own, chunks, dist.get_world_size(), values)
+        self.weights = HFWeights(self.description, self.own, chunks, dist.get_world_size(), values, bias=self.head_bias)
         for chunk in chunks:
             chunk.requires_grad_(trainable)
         if trainable and config.freeze:

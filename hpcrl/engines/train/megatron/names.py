@@ -22,7 +22,7 @@ from hpcrl.spec.weight_layout import TensorSlice
 
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 VALUE_HEAD = "score"
-"""A critic's head in transformers' models for token classification."""
+"""A critic's or reward model's head in transformers' models for token and for sequence classification."""
 _LIVE_LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 _LIVE_EXPERT = re.compile(r"(.*\.mlp\.experts\.)local_experts\.(\d+)(\..*)")
 _GROUPED_EXPERT = re.compile(r"(.*\.mlp\.experts)(\.linear_fc[12]\.)(weight|bias)(\d+)")
@@ -95,6 +95,7 @@ def table(
     padded_vocabulary: int | None = None,
     stacked: bool = False,
     values: bool = False,
+    bias: bool = True,
 ) -> NameTable:
     """The table for a config.json's model.
 
@@ -103,6 +104,7 @@ def table(
         stacked: Use HF names as in transformers' memory, where one tensor has all experts of a layer, instead of names
             as in files.
         values: Use a critic's head instead of the vocabulary projection.
+        bias: Whether a critic's head has a bias; a reward model's has none.
 
     ValueError if the family has no table or a size is missing.
     """
@@ -124,7 +126,7 @@ def table(
     found.append(copied("decoder.final_layernorm.weight", "model.norm.weight", around[1:], "norm"))
     if values:
         found.append(copied(HEAD, f"{VALUE_HEAD}.weight", (1, model.hidden), "head"))
-        found.append(copied("output_layer.bias", f"{VALUE_HEAD}.bias", (1,), "head"))
+        found += [copied("output_layer.bias", f"{VALUE_HEAD}.bias", (1,), "head")] if bias else []
     elif not model.tied:
         found.append(copied(HEAD, "lm_head.weight", around, "head", split=0, count=vocabulary))
     return NameTable(found, model.tied and not values)

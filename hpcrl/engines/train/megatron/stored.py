@@ -52,9 +52,11 @@ class MegatronWeights:
                 f"{checkpoint.folder}: {prefix + EMBEDDING} has {rows} rows, but config.json vocab_size={vocabulary}: "
                 "the checkpoint is of another model"
             )
-        self.values = prefix + HEAD.replace("weight", "bias") in checkpoint.tensors
-        local = table(config, "local", rows, stacked, self.values)
-        fused = table(config, "fused", rows, stacked, self.values)
+        head = checkpoint.tensors.get(prefix + HEAD)
+        bias = prefix + HEAD.replace("weight", "bias") in checkpoint.tensors
+        self.values = bias or (head is not None and head.shape[0] == 1)
+        local = table(config, "local", rows, stacked, self.values, bias)
+        fused = table(config, "fused", rows, stacked, self.values, bias)
         self._where = self._find(local, fused)
         self.shapes = local.shapes
         self._rows: dict[str, list[tuple[Entry, int, int, int]]] = {name: [] for name in self.shapes}

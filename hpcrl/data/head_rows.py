@@ -1,0 +1,146 @@
+"""Rows for a model with one output per token (PipelineSpec.trains_head): pairs, answers with a score, and steps with
+labels."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from hpcrl.config import Config, DataConfig
+from hpcrl.data.answers import SFTRows, TrainedSequence
+from hpcrl.data.chat import encode, marked, render
+from hpcrl.data.dialogue_tokens import dialogue_tokens, padding_token, scored_index
+from hpcrl.data.files import BadRow
+from hpcrl.data.pairs import parse_pair
+from hpcrl.data.rows import ReadRow, Row, RowSet, learning_obstacle, parse_row
+from hpcrl.data.tasks import Split
+from hpcrl.data.template_forms import TemplateRefusal
+
+MARGIN, SCORE, STEPS, LABELS = "margin", "score", "completions", "labels"
+"""Columns, with TRL's names."""
+
+
+def head_row_reader(config: Config) -> ReadRow:
+    """The parser of this run's rows, which ends with BadRow for a row that cannot be learned from."""
+    return READERS[config.head_training.rows]
+
+
+class HeadRows(SFTRows):
+    """Random access to sequences whose trained token follows the one whose value is learned, since a value is that of
+    the state before a token (ValueEngine): a dialogue's last token is there twice, and nothing depends on the second
+    one."""
+
+    def __init__(self, config: Config, split: Split, tokenizer: Any):
+        self._section, self._seed, self._tokenizer = config.head_training, config.seed, tokenizer
+        self.per_row = 2 if self._section.rows == "pairs" else 1
+        self._rows = RowSet(config.data, split, config.seed, read=head_row_reader(config))
+        self._padding = padding_token(tokenizer)
+
+    def sequences(self, index: int) -> list[TrainedSequence]:
+        """The sequences of a row, chosen before rejected. BadRow if the chat template refuses the row, or if a sequence
+        has more tokens than the section allows."""
+        row, where = self._rows.row(index), self._rows.where(index)
+        try:
+            if self._section.rows == "steps":
+                found = [self._by_steps(row)]
+            else:
+                found = [self._whole(part, row) for part in (row, row.rejected) if part is not None]
+        except TemplateRefusal as error:
+            raise BadRow(f"{where}: the chat template refuses the row: {error.reason}") from error
+        limit = self._section.max_tokens
+        longest = max(len(sequence.token_ids) for sequence in found) - 1
+        if longest > limit:
+            raise BadRow(f"{where}: {longest} tokens are more than rm.max_tokens={limit}")
+        return found
+
+    def _whole(self, part: Row, row: Row) -> TrainedSequence:
+        assert part.turn is not None, "a row without an answer is refused"
+        ids = dialogue_tokens(self._tokenizer, [*part.messages, part.turn])
+        count = scored_index(ids, self._padding) + 1
+        target = row.extra[SCORE] if self._section.rows == "scores" else row.extra.get(MARGIN) or 0.0
+        return TrainedSequence([*ids[:count], ids[count - 1]], [*[False] * count, True], targets=(float(target),))
+
+    def _by_steps(self, row: Row) -> TrainedSequence:
+        ids = encode(self._tokenizer, render(self._tokenizer, row.messages, None))
+        trained = []
+        for step in row.extra[STEPS]:
+            ids += encode(self._tokenizer, marked(self._tokenizer, step) + self._section.step_separator, begins=False)
+            trained.append(len(ids))
+        mask = [index in trained for index in range(len(ids) + 1)]
+        return TrainedSequence([*ids, ids[-1]], mask, targets=tuple(map(float, row.extra[LABELS])))
+
+
+def _pair(
+    raw: dict[str, Any],
+    config: DataConfig,
+    fixed_domain: str | None,
+    where: str,
+    padded: bool = False,
+    folder: Path = Path(),
+) -> Row:
+    """A pair, and its margin in the column `margin`, if there is one."""
+    row = parse_pair(raw, config, fixed_domain, where, padded, folder)
+    if row.extra.get(MARGIN) is not None:
+        _number(row.extra[MARGIN], MARGIN, where)
+    return _scorable(row, where)
+
+
+def _scored(
+    raw: dict[str, Any],
+    config: DataConfig,
+    fixed_domain: str | None,
+    where: str,
+    padded: bool = False,
+    folder: Path = Path(),
+) -> Row:
+    """A prompt, an answer, and its score in the column `score`."""
+    row = parse_row(raw, config, fixed_domain, where, padded, folder)
+    if raw.get(SCORE) is None:
+        raise BadRow(f"{where}: no score: the row has {', '.join(raw)}; rm.rows=pairs reads chosen and rejected")
+    _number(raw[SCORE], SCORE, where)
+    return _scorable(row, where)
+
+
+def _stepwise(
+    raw: dict[str, Any],
+    config: DataConfig,
+    fixed_domain: str | None,
+    where: str,
+    padded: bool = False,
+    folder: Path = Path(),
+) -> Row:
+    """A prompt, the steps of an answer in `completions`, and whether each is right in `labels`."""
+    steps, labels = raw.get(STEPS), raw.get(LABELS)
+    if not isinstance(steps, list) or not steps or not all(isinstance(step, str) and step.strip() for step in steps):
+        raise BadRow(f"{where}: completions must be a list of texts, the steps of an answer; the row has {_names(raw)}")
+    if not isinstance(labels, list) or not all(isinstance(label, bool) for label in labels):
+        raise BadRow(f"{where}: labels must be a list of true or false, got {str(labels)[:40]}")
+    if len(labels) != len(steps):
+        raise BadRow(f"{where}: {len(steps)} steps in completions, but {len(labels)} labels")
+    row = parse_row({**raw, "completion": "\n".join(steps)}, config, fixed_domain, where, padded, folder)
+    return _scorable(row, where)
+
+
+def _scorable(row: Row, where: str) -> Row:
+    """The row. BadRow if the role reward_model would not score its dialogue as it is."""
+    if obstacle := learning_obstacle(row):
+        raise BadRow(f"{where}: {obstacle}")
+    for what, given in (("tools", row.tools), ("template variables", row.variables), ("images", row.images)):
+        if given:
+            raise BadRow(f"{where}: the row has {what}, which a reward model does not see; leave them out")
+    return row
+
+
+def _number(value: Any, name: str, where: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise BadRow(f"{where}: {name} must be a finite number, got {str(value)[:40]!r}")
+
+
+def _names(raw: dict[str, Any]) -> str:
+    return ", ".join(map(str, raw)) or "no columns"
+
+
+READERS: dict[str, Callable[..., Row]] = {"pairs": _pair, "scores": _scored, "steps": _stepwise}
+"""Value of rm.rows -> parser of a raw row."""
