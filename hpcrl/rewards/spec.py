@@ -522,6 +522,13 @@ FAKE = RewardSpec(
     section=FakeOptions,
 )
 
+NONE = RewardSpec(
+    about="No reward: responses are only written (pipeline=generate).",
+    make="hpcrl.rewards.builtin.unscored:Unscored",
+)
+UNSCORED = "none"
+"""Its name."""
+
 FUNCTION = RewardSpec(
     about="A user-defined function, called with the signature of verl, TRL, OpenRLHF, NeMo-RL or hpcrl, or a rubric.",
     make="hpcrl.rewards.function:FunctionReward",

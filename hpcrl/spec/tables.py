@@ -22,6 +22,7 @@ PIPELINES = SpecTable(
         "sft": "hpcrl.pipelines.sft:SPEC",
         "agentic": "hpcrl.pipelines.agentic:SPEC",
         "evaluate": "hpcrl.pipelines.evaluate:SPEC",
+        "generate": "hpcrl.pipelines.generate:SPEC",
         "convert": "hpcrl.pipelines.convert:SPEC",
     },
 )
@@ -105,6 +106,7 @@ REWARDS = SpecTable(
         "reward_model": "hpcrl.rewards.spec:REWARD_MODEL",
         "sort_digits": "hpcrl.rewards.spec:SORT_DIGITS",
         "fake": "hpcrl.rewards.spec:FAKE",
+        "none": "hpcrl.rewards.spec:NONE",
         "function": "hpcrl.rewards.spec:FUNCTION",
     },
 )
