@@ -19,11 +19,11 @@ PLAIN_KEYS = {"role", "content", "weight"}
 """Keys of messages for which a parquet file has a nested type; a column of other messages is JSON text."""
 NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP)
 """Error numbers of file systems without hard links."""
-Rows = Callable[[], Iterable[Mapping[str, Any]]]
+RowSource = Callable[[], Iterable[Mapping[str, Any]]]
 """Yields all rows; a parquet file reads them twice."""
 
 
-def write_rows(path: Path, rows: Rows, report_progress: Callable[[], None] = lambda: None) -> str:
+def write_rows(path: Path, rows: RowSource, report_progress: Callable[[], None] = lambda: None) -> str:
     """Write rows to a file of the type that `path.suffix` names, replacing it, and sync it; returns the SHA-256 of its
     content. OSError names the file; then no file is left. report_progress() is called every BATCH_ROWS rows."""
     try:
@@ -70,14 +70,14 @@ def _batches(rows: Iterable[Mapping[str, Any]]) -> Iterator[list[Mapping[str, An
         yield some
 
 
-def _write_lines(path: Path, rows: Rows, report_progress: Callable[[], None]) -> None:
+def _write_lines(path: Path, rows: RowSource, report_progress: Callable[[], None]) -> None:
     with path.open("wb") as file:
         for some in _batches(rows()):
             report_progress()
             file.write(b"".join(map(as_line, some)))
 
 
-def _write_parquet(path: Path, rows: Rows, report_progress: Callable[[], None]) -> None:
+def _write_parquet(path: Path, rows: RowSource, report_progress: Callable[[], None]) -> None:
     import pyarrow as arrow  # slow to import
     from pyarrow import parquet
 

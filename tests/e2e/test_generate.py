@@ -51,5 +51,5 @@ def test_a_killed_generation_ends_with_the_same_rows_and_sft_trains_on_them(
     words = ["pipeline=sft", f"model.path={digit_model}", f"data.train={target}", *SMALL, "max_steps=2"]
     sft = Start(tmp_path / "sft", [*words, "sft.batch_size=16", "trainer.lr=1e-3"])
     assert sft.wait() == ExitCode.DONE, sft.text
-    losses = [row["loss/mean"] for row in read_metrics(tmp_path / "sft") if row["step"]]
+    losses = [row["sft/loss"] for row in read_metrics(tmp_path / "sft") if row["step"]]
     assert len(losses) == 2 and all(0 < loss < 2 for loss in losses), "the model's own words are likely to it"

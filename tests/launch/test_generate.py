@@ -49,7 +49,7 @@ def test_the_plan_names_the_work_and_the_prompts(tmp_path: Path, rows: str) -> N
         ),
         (["generate.form=pairs", "reward.default.name=length"], "generate.samples: 1, but generate.form=pairs"),
         (["generate.keep=3", "generate.samples=2"], "generate.keep: 3 is above generate.samples, which is 2"),
-        (["generate.min_score=0.5"], "domain a has no reward, and generate.min_score=0.5 compares scores; set reward.a"),
+        (["generate.min_score=0.5"], "domain a has no reward, and generate.min_score=0.5 compares scores; set"),
         (["generate.keep=1"], "rows.jsonl:2: domain b has no reward, and generate.keep=1 compares scores"),
         (["generate.form=pairs", "generate.samples=2"], "has no reward, and generate.form=pairs compares scores"),
         (["reward.a.name=repetition"], "domain 'b' has no reward: set reward.b.name or reward.default.name"),
