@@ -100,8 +100,8 @@ def unread_without_trainer(config: Any) -> Iterator[tuple[Path, Path, str]]:
 
 
 def check_training_data(config: Any) -> Iterator[Problem]:
-    """Refuses data.train=null in a run that trains."""
+    """Refuses data.train=null in a run that reads it."""
     spec = config.pipeline_spec
-    if config.data.train is None and spec.trains and not spec.rank0_only:
+    if config.data.train is None and (spec.trains or spec.writes_responses) and not spec.rank0_only:
         text = f"null, but the {config.pipeline} pipeline draws rows from it; give files or a generated source"
         yield Problem(("data", "train"), f"data.train: {text}", (("pipeline",),))

@@ -26,6 +26,7 @@ from hpcrl.controller.rollouts import Rollouts
 from hpcrl.controller.supervised import AnswerRows
 from hpcrl.data import PromptSource
 from hpcrl.data.chat import bind
+from hpcrl.data.written_turns import WrittenTurns
 from hpcrl.engines.expert_routes import routes_of
 from hpcrl.messaging import messages
 from hpcrl.messaging.background import Background
@@ -115,7 +116,7 @@ def build_responder(
     tokenizer = _load_tokenizer(model_path, config)
     source = PromptSource(config.data, "train", tokenizer, config.seed, 1)
     loop = _build_generators(controller, layout, config, run_dir)
-    return Responder(loop, controller, layout, config, source)
+    return Responder(loop, controller, layout, config, source, WrittenTurns(tokenizer))
 
 
 def _build_generators(controller: Controller, layout: RoleLayout, config: Config, run_dir: Path) -> RolloutLoop:

@@ -151,7 +151,7 @@ class GenerationRun(Rank0Run):
 
     def _done(self, prompt: Prompt, responses: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         scored = self._is_scored(prompt.domain)
-        made = rows_of(prompt, responses, self._asked, scored)
+        made = rows_of(prompt, responses, self._asked, scored, self._responder.turns.message)
         counts = GeneratedCounts(1, len(responses), len(made.rows), sum(each["tokens"] for each in responses))
         counts.row_tokens = sum(row[name] for row in made.rows for name in TOKENS if name in row)
         if scored:

@@ -12,6 +12,7 @@ from hpcrl.controller.generation import replica_capacity, training_sampling
 from hpcrl.controller.responses import PromptAnswer, whole_rows
 from hpcrl.data import PromptSource
 from hpcrl.data.source import RowOrigin
+from hpcrl.data.written_turns import WrittenTurns
 from hpcrl.messaging.dispatcher import Controller
 from hpcrl.metrics.responses import by_prompt
 from hpcrl.rollout.loop import RolloutLoop
@@ -21,12 +22,19 @@ from hpcrl.rollout.types import Prompt
 
 
 class Responder:
-    """Generates and scores responses as in training, without keeping them for a trainer. `source` has the prompts."""
+    """Generates and scores responses as in training, without keeping them for a trainer. `source` has the prompts,
+    `turns` writes the model's turns as messages."""
 
     def __init__(
-        self, loop: RolloutLoop, controller: Controller, layout: RoleLayout, config: Config, source: PromptSource
+        self,
+        loop: RolloutLoop,
+        controller: Controller,
+        layout: RoleLayout,
+        config: Config,
+        source: PromptSource,
+        turns: WrittenTurns,
     ):
-        self._loop, self._controller, self._config, self.source = loop, controller, config, source
+        self._loop, self._controller, self._config, self.source, self.turns = loop, controller, config, source, turns
         self._slots = replica_capacity(config, layout)
 
     @property

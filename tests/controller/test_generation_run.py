@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -15,6 +16,7 @@ from hpcrl.config import load
 from hpcrl.controller.generation_run import GenerationRun
 from hpcrl.controller.guard import Stopped
 from hpcrl.controller.responder import Responder
+from hpcrl.data.messages import one_turn
 from hpcrl.data.row_files import as_line
 from hpcrl.metrics.generated import count_done, work_file, written_file
 from hpcrl.pipelines.generate import generate
@@ -45,9 +47,10 @@ class Prompts:
 
 
 class Responses:
-    """In place of Responder: two slots. Prompts of `lost` are of a replica that is lost once."""
+    """In place of Responder: one slot. Prompts of `lost` are of a replica that is lost once."""
 
     num_slots = 1
+    turns = SimpleNamespace(message=one_turn)
 
     def __init__(self, digest: str = "1", lost: Collection[int] = ()):
         self.source, self.lost, self.asked = Prompts(digest), {*lost}, list[list[int]]()

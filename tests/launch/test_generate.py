@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
 
+from hpcrl.commands import status
 from hpcrl.config import ConfigError, load
+from hpcrl.config.config_file import write_config
+from hpcrl.launch.job import _count
 from hpcrl.launch.plan import describe
 from hpcrl.launch.prepare import prepare
+from hpcrl.metrics.generated import work_file
+from hpcrl.run_folder.changes import permitted_changes
 
 GENERATE = ["pipeline=generate", "layout=single", "data.max_prompt_tokens=64"]
 ROWS = [{"prompt": f"row {n}", "tag": "ab"[n % 2]} for n in range(6)]
@@ -66,6 +72,7 @@ def test_the_plan_names_the_work_and_the_prompts(tmp_path: Path, rows: str) -> N
         (["eval.samples=2"], "eval.samples: not read here, the generate pipeline only generates"),
         (["rollout.group_size=4"], "rollout.group_size: not read here, the generate pipeline only generates"),
         (["trainer.lr=1"], "trainer.lr: not read here"),
+        (["data.train=null"], "data.train: null, but the generate pipeline draws rows from it"),
         (["data.train=task:shapes", "model.tiny.architecture=qwen2_5_vl"], "images, which written rows cannot hold"),
     ],
 )
@@ -76,6 +83,30 @@ def test_bad_input_is_refused_in_one_line(
     (tmp_path / "taken.jsonl").write_text("")
     assert line in refused(tmp_path, rows, *words)
     assert not (tmp_path / "run").exists()
+
+
+def test_stored_prompts_count_as_progress_and_are_shown(tmp_path: Path) -> None:
+    """Else a generation longer than five jobs would not be requeued."""
+    words = [*GENERATE, "run_name=rows", f"run_dir={tmp_path}"]
+    (tmp_path / "config.yaml").write_bytes(write_config(load(words).model_dump(mode="json"), words))
+    (path := work_file(tmp_path)).parent.mkdir()
+    counted = []
+    for lines in (2, 2, 3, 3):
+        path.write_bytes(b"{}\n" * lines + b'{"torn')
+        counted.append(_count(tmp_path, "short", None))
+    assert counted == [1, 2, 1, 2]
+    assert "done     2 prompts have their rows" in status.describe(tmp_path, None, time.time())
+    assert status.line(tmp_path, None, time.time()).endswith("2 prompts")
+
+
+def test_the_target_may_change_between_attempts_and_other_keys_may_not(tmp_path: Path) -> None:
+    stored = load([*GENERATE, f"run_dir={tmp_path}"]).model_dump(mode="json")
+    (tmp_path / "config.yaml").write_bytes(write_config(stored, GENERATE))
+    other = load([*GENERATE, f"run_dir={tmp_path}", "generate.target=b.jsonl"]).model_dump(mode="json")
+    assert permitted_changes(other, tmp_path) == ['generate.target: null -> "b.jsonl"']
+    other = load([*GENERATE, f"run_dir={tmp_path}", "generate.samples=3"]).model_dump(mode="json")
+    with pytest.raises(ConfigError, match=r"generate\.samples"):
+        permitted_changes(other, tmp_path)
 
 
 def test_another_pipeline_does_not_read_its_section() -> None:
