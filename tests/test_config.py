@@ -134,7 +134,7 @@ def test_all_problems_are_reported_at_once_with_place_and_suggestion() -> None:
         "reward.default.name: expected 'exact_match', 'math', 'numeric', 'choice', 'grounding', 'f1', 'regex', "
         "'json_schema', 'ifeval', 'code', 'length', 'repetition', 'tags', 'language', 'composed', 'reasoning_gym', "
         "'judge', 'reward_model', 'sort_digits', "
-        "'fake' or 'function', got 'mth'; did you mean math? (override 'reward.default.name=mth')",
+        "'fake', 'none' or 'function', got 'mth'; did you mean math? (override 'reward.default.name=mth')",
         "trainer.lr: expected a number, got 'fast' (override 'trainer.lr=fast')",
         "trainer.betas.1: missing (override 'trainer.betas=[.9]')",
         "group_size: unknown key; did you mean rollout.group_size? (override 'group_size=4')",
