@@ -29,6 +29,7 @@ from hpcrl.cluster.placement import Placement
 from hpcrl.config import Config, ConfigError
 from hpcrl.metrics.duration import duration
 from hpcrl.metrics.evaluated import SUMMARY, scores_in_short
+from hpcrl.metrics.generated import count_done
 from hpcrl.metrics.log import METRICS, read_metrics
 from hpcrl.metrics.progress import RECENT_STEPS, SHOWN, evaluations_left
 from hpcrl.metrics.responses import count_responses
@@ -163,7 +164,9 @@ def describe(run_dir: Path, job: slurm.Job | None, now: float) -> str:
     runs = _runs(run, job)
     if config is not None:
         rows += _where(run, config)
-    if config is not None and not config.pipeline_spec.trains:
+    if config is not None and config.writes_responses:
+        rows.append(("done", f"{count_done(run_dir)} prompts have their rows"))
+    elif config is not None and not config.pipeline_spec.trains:
         rows.append(("done", f"{count_responses(run_dir)} responses are stored"))
         rows += [("" if number else "scores", text) for number, text in enumerate(_scores(run_dir))]
     elif run.values and not (config is not None and config.pipeline_spec.rank0_only):
@@ -190,6 +193,8 @@ def line(run_dir: Path, job: slurm.Job | None, now: float) -> str:
     pipeline = run.config.pipeline_spec if run.config is not None else None
     if not run.values or (pipeline is not None and pipeline.rank0_only):
         return f"{label:<24}{word}"
+    if pipeline is not None and pipeline.writes_responses:
+        return f"{label:<24}{word:<10}  {count_done(run_dir)} prompts"
     if pipeline is not None and not pipeline.trains:
         done = _scores(run_dir) or [f"{count_responses(run_dir)} responses"]
         return "  ".join((f"{label:<24}{word:<10}", *done))

@@ -70,7 +70,7 @@ def check_abilities(config: Config) -> Iterator[Problem]:
         instead = _able(TRAIN_ENGINES, trains, lambda spec: spec.deterministic)
         text = f"deterministic: the {train_engine} trainer is not deterministic; use false{instead}"
         yield Problem(("deterministic",), text, (trains,))
-    if config.deterministic and not generator.deterministic and (config.generates or config.evaluates):
+    if config.deterministic and not generator.deterministic and config.responds:
         instead = _able(GEN_ENGINES, generates, lambda spec: spec.deterministic)
         text = f"deterministic: the {gen_engine} generator is not deterministic; use false{instead}"
         yield Problem(("deterministic",), text, (generates,))
@@ -143,7 +143,7 @@ def _lora(config: Config) -> Iterator[Problem]:
         yield Problem((*at, "dropout"), f"trainer.lora.dropout: {text}", ((*at, "parts"),))
     for role, runs, table in (
         ("trainer", True, TRAIN_ENGINES),
-        ("generator", config.published_lora and (config.generates or config.evaluates), GEN_ENGINES),
+        ("generator", config.published_lora and config.responds, GEN_ENGINES),
     ):
         path, name = (role, "engine"), str(getattr(config, role).engine)
         if runs and not table[name].lora:  # type: ignore[attr-defined]
@@ -229,7 +229,7 @@ def _heads(config: Config) -> Iterator[Problem]:
     """Report a float32 vocabulary projection in an engine that computes it only in the model's dtype."""
     engines: tuple[tuple[str, bool, TrainerConfig | GeneratorConfig, SpecTable[Any]], ...] = (
         ("trainer", config.learns, config.trainer, TRAIN_ENGINES),
-        ("generator", config.generates or config.evaluates, config.generator, GEN_ENGINES),
+        ("generator", config.responds, config.generator, GEN_ENGINES),
     )
     for role, runs, section, table in engines:
         if runs and section.head_dtype and not table[section.engine].float32_head:
@@ -311,7 +311,7 @@ def check_family(
 ) -> Iterator[Problem]:
     """Check that the generation engine, if the run needs one, supports this model family and all features of `model`, a
     config.json. `path` is the model's key."""
-    if not (config.generates or config.evaluates):
+    if not config.responds:
         return
     name, spec = config.generator.engine, GEN_ENGINES[config.generator.engine]
     if spec.needs and config.cluster.container != "none":

@@ -436,7 +436,7 @@ class Config(Section):
 
     def asks(self, role: str) -> list[str]:
         """The domains whose reward sends requests to this role's ranks."""
-        if self.debug == "fake" or not (self.generates or self.evaluates):  # rewards are random, or there are none
+        if self.debug == "fake" or not self.responds:  # rewards are random, or there are none
             return []
         return [domain for domain, reward in self.reward.items() if role in REWARDS[reward.name].asks(reward.options)]
 
@@ -463,6 +463,16 @@ class Config(Section):
     @property
     def _has_validation(self) -> bool:
         return self.data.val is not None and (self.eval_every > 0 or not self.pipeline_spec.trains)
+
+    @property
+    def writes_responses(self) -> bool:
+        """Whether the run responds to the prompts of data.train without training on the responses."""
+        return self.pipeline_spec.writes_responses
+
+    @property
+    def responds(self) -> bool:
+        """Whether the run generates responses, for whatever purpose."""
+        return self.generates or self.evaluates or self.writes_responses
 
     def env_of(self, domain: str) -> EnvConfig | None:
         """The environment of a domain's prompts; None: a single response."""
@@ -527,7 +537,7 @@ class Config(Section):
     @property
     def max_response_tokens(self) -> int:
         """Maximum response length of training and evaluation, tokens."""
-        lengths = [self.rollout.max_new_tokens] if self.learns_from_rewards or self.evaluates else [0]
+        lengths = [self.rollout.max_new_tokens] if self.learns_from_rewards or self.responds else [0]
         if self.evaluates and (longest := self.eval.longest_response) is not None:
             lengths.append(longest)
         return max(lengths)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from hpcrl.config.rollout import DomainRolloutConfig, RolloutConfig
+from hpcrl.spec.kinds import PipelineSpec
 from hpcrl.spec.problems import Path, Problem
 from hpcrl.spec.table import SpecError
 from hpcrl.spec.tables import PIPELINES, ROLES
@@ -26,39 +27,45 @@ OTHERS = (
     ("profile",),
     ("model", "dtype"),
     ("model", "mtp"),
-    ("data", "train"),
     ("data", "shuffle"),
     ("data", "domain_interleave_probs"),
-    ("eval", "num_examples"),
     ("layout", "offload"),
     ("trackers",),
     ("tracking",),
 )
+OF_EVALUATION: tuple[Path, ...] = (("data", "train"), ("eval", "num_examples"))
+OF_GENERATION: tuple[Path, ...] = (("data", "val"), ("eval",))
+"""Further keys that only one of such pipelines has no use for."""
 READ = ("max_new_tokens", "temperature", "top_p", "top_k", "min_p", "stop", "domains", "min_replicas")
-"""The keys of rollout that evaluation reads."""
+"""The keys of rollout that such a run reads."""
 
 
 def as_untrained(data: dict[str, Any]) -> dict[str, Any]:
-    """The unchecked values of a run without trainer ranks: without data.train and SECTIONS. A generator that would
+    """The unchecked values of a run without trainer ranks: without SECTIONS and the split of data, and the mix of its
+    domains, that it does not read. A generator that would
     share the trainer's ranks gets them, and roles that would share them share the generator's. Values of other runs
     are unchanged."""
-    if not _is_untrained(data.get("pipeline")):
+    if (spec := _untrained(data.get("pipeline"))) is None:
         return data
     data = {name: value for name, value in data.items() if name not in SECTIONS}
     given = data.get("data", {})
     if isinstance(given, Mapping):
-        data["data"] = {**given, "train": None}
+        unread: dict[str, Any] = {"train": None}
+        if spec.writes_responses:
+            unread = {"val": None, "domain_interleave_probs": {}}
+        data["data"] = {**given, **unread}
     layout = data.get("layout", {})
     if isinstance(layout, Mapping):
         data["layout"] = _without_trainer(layout)
     return data
 
 
-def _is_untrained(pipeline: Any) -> bool:
+def _untrained(pipeline: Any) -> PipelineSpec | None:
+    """The pipeline's specification if it has no trainer ranks."""
     if isinstance(pipeline, str):
         with contextlib.suppress(SpecError):  # reported as an unknown pipeline
-            return not PIPELINES[pipeline].trains
-    return False
+            return None if PIPELINES[pipeline].trains else PIPELINES[pipeline]
+    return None
 
 
 def _without_trainer(layout: Mapping[str, Any]) -> dict[str, Any]:
@@ -84,15 +91,17 @@ def unread_without_trainer(config: Any) -> Iterator[tuple[Path, Path, str]]:
     """(prefix of unread keys, key whose value is the cause, reason) in such a run."""
     filters = [key for key in DomainRolloutConfig.model_fields if key not in READ]
     paths: list[Path] = [*((section,) for section in SECTIONS), *OTHERS]
+    paths += OF_GENERATION if config.writes_responses else OF_EVALUATION
     paths += [("rollout", key) for key in RolloutConfig.model_fields if key not in READ]
     paths += [("rollout", "domains", name, key) for name in config.rollout.domains for key in filters]
     for path in paths:
-        yield path, ("pipeline",), f"the {config.pipeline} pipeline only evaluates"
+        does = "generates" if config.writes_responses else "evaluates"
+        yield path, ("pipeline",), f"the {config.pipeline} pipeline only {does}"
 
 
 def check_training_data(config: Any) -> Iterator[Problem]:
-    """Refuses data.train=null in a run that trains."""
+    """Refuses data.train=null in a run that reads it."""
     spec = config.pipeline_spec
-    if config.data.train is None and spec.trains and not spec.rank0_only:
+    if config.data.train is None and (spec.trains or spec.writes_responses) and not spec.rank0_only:
         text = f"null, but the {config.pipeline} pipeline draws rows from it; give files or a generated source"
         yield Problem(("data", "train"), f"data.train: {text}", (("pipeline",),))

@@ -22,11 +22,13 @@ from hpcrl.controller.generation import replica_capacity
 from hpcrl.controller.held_out import HeldOutRows
 from hpcrl.controller.profiles import StepProfiler
 from hpcrl.controller.reference_client import Reference
+from hpcrl.controller.responder import Responder
 from hpcrl.controller.rollouts import Rollouts
 from hpcrl.controller.supervised import AnswerRows
 from hpcrl.controller.teacher_client import Teacher
 from hpcrl.data import PromptSource
 from hpcrl.data.chat import bind
+from hpcrl.data.written_turns import WrittenTurns
 from hpcrl.engines.expert_routes import routes_of
 from hpcrl.messaging import messages
 from hpcrl.messaging.background import Background
@@ -116,11 +118,27 @@ def build_evaluation(
     """Build the roles of all ranks of a run without trainers; the generators load the model's folder. Errors as in
     build()."""
     tokenizer = _load_tokenizer(model_path, config)
+    loop = _build_generators(controller, layout, config, run_dir)
+    return Evaluation(loop, controller, layout, config, tokenizer, run_dir)
+
+
+def build_responder(
+    controller: Controller, layout: RoleLayout, config: Config, run_dir: Path, model_path: Path
+) -> Responder:
+    """Build the roles of all ranks of a run that only writes responses, as build_evaluation()."""
+    tokenizer = _load_tokenizer(model_path, config)
+    source = PromptSource(config.data, "train", tokenizer, config.seed, 1)
+    loop = _build_generators(controller, layout, config, run_dir)
+    return Responder(loop, controller, layout, config, source, WrittenTurns(tokenizer))
+
+
+def _build_generators(controller: Controller, layout: RoleLayout, config: Config, run_dir: Path) -> RolloutLoop:
+    """The loop over the generators of a run without trainers."""
     _build_roles(controller, layout)
     controller.built = True
     loop = _make_loop(controller, layout, config, run_dir)
-    assert loop is not None, "the layout of a run that evaluates has generators"
-    return Evaluation(loop, controller, layout, config, tokenizer, run_dir)
+    assert loop is not None, "the layout of a run that generates has generators"
+    return loop
 
 
 def _build_ranks(controller: Controller, layout: RoleLayout, weights: Weights, transfer_group: RolloutTransfer) -> None:

@@ -12,10 +12,11 @@ from pathlib import Path
 
 from hpcrl.cluster.layout import CONTROLLER, RoleLayout
 from hpcrl.config import Config
-from hpcrl.controller.building import build, build_evaluation
+from hpcrl.controller.building import build, build_evaluation, build_responder
 from hpcrl.controller.checkpoints import CheckpointError, NotSavedError
 from hpcrl.controller.context import Run
 from hpcrl.controller.evaluation_run import EvaluationRun
+from hpcrl.controller.generation_run import GenerationRun
 from hpcrl.controller.guard import MismatchError, NoProgress, Stopped, after_divergence
 from hpcrl.controller.rank0_run import Rank0Run
 from hpcrl.messaging.background import Background
@@ -69,7 +70,7 @@ def control(
         timeline=_timeline(world, config, layout, run_dir, attempt),
     )
     worker.join()
-    run: Run | Rank0Run | EvaluationRun | None = None
+    run: Run | Rank0Run | EvaluationRun | GenerationRun | None = None
     try:
         pipeline = PIPELINES[config.pipeline]
         if pipeline.rank0_only:
@@ -82,6 +83,9 @@ def control(
             if pipeline.trains:
                 parts = build(controller, background, layout, config, run_dir, model_path, attempt)
                 run = Run(config, run_dir, parts, controller.timeline)
+            elif pipeline.writes_responses:
+                responder = build_responder(controller, layout, config, run_dir, model_path)
+                run = GenerationRun(config, run_dir, attempt, world.trace.report_progress, responder)
             else:
                 evaluation = build_evaluation(controller, layout, config, run_dir, model_path)
                 run = EvaluationRun(config, run_dir, attempt, world.trace.report_progress, evaluation)
@@ -104,7 +108,7 @@ def control(
         return _tell(world, SIGNAL_CODES.get(stopped.signal_number, ExitCode.REQUEUE), str(stopped))
     except Exception as error:
         logger.error("the run ends", exc_info=True)
-        code, message = _explain(error, built=isinstance(run, Run | EvaluationRun))
+        code, message = _explain(error, built=isinstance(run, Run | EvaluationRun | GenerationRun))
         if code is ExitCode.DEADLINE:
             pending = run.pending_prompts() if isinstance(run, Run) else []
             report = write_hang_report(

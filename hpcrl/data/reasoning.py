@@ -62,6 +62,11 @@ class TurnTexts:
         longest_first = sorted({*wanted.values()} - {OPEN, CLOSE}, key=len, reverse=True)
         self._control = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
+    @property
+    def marks(self) -> dict[str, str]:
+        """The marks that the model's folder has: what begins reasoning -> what ends it."""
+        return dict(self._marks)
+
     def of(self, turns: Sequence[Sequence[int]], prompts: Sequence[Sequence[int]]) -> list[str]:
         """The text of each turn. `prompts` has at least the last TAIL_TOKENS tokens before each turn. If a prompt has
         begun the reasoning (<think> at its end), its turn's text begins with <think>."""

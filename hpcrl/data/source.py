@@ -194,15 +194,26 @@ class PromptSource:
             counter = domain if (domain := self._rows.domain_of(row)) in left else None
             if not left[counter]:
                 continue
-            try:
-                parsed = self._rows.row(row)
-                encoded = self._encode(parsed, row)
-                if len(encoded.token_ids) <= self._config.max_prompt_tokens:
-                    found.append(_prompt(row, 0, row, parsed, encoded))
-                    left[counter] -= 1
-            except BadRow as error:  # from a generated source, or its images are gone
-                logger.warning("%s; the row is not evaluated", error)
+            if isinstance(prompt := self.of_row(row), Prompt):
+                found.append(prompt)
+                left[counter] -= 1
         return found
+
+    def in_turn(self) -> np.ndarray:
+        """int64 [rows]: all rows, from the domains in turn, in the data's order within each domain."""
+        return self._rows.domains_in_turn()
+
+    def of_row(self, row: int) -> Prompt | PromptOutcome:
+        """The prompt of a row, with the row's index as uid, or why there is none: TOO_LONG or FAILED, which is logged.
+        The ledger is not changed."""
+        try:
+            parsed = self._rows.row(row)
+            encoded = self._encode(parsed, row)
+        except BadRow as error:  # from a generated source, or its images are gone
+            logger.warning("%s; the row is left out", error)
+            return PromptOutcome.FAILED
+        fits = len(encoded.token_ids) <= self._config.max_prompt_tokens
+        return _prompt(row, 0, row, parsed, encoded) if fits else PromptOutcome.TOO_LONG
 
     def origins(self, prompts: Iterable[Prompt]) -> list[RowOrigin]:
         """Where each of these prompts is from."""
@@ -246,7 +257,7 @@ class PromptSource:
     def state_dict(self) -> dict[str, Any]:
         """JSON-compatible cursor: the drawn and open prompts, and the identification of the data."""
         return {
-            "data": self._identity(),
+            "data": self.identity,
             "num_given": self._num_given,
             "owed": [self._streams[place].name for place in self._owed],
             "num_drawn": {stream.name: stream.num_drawn for stream in self._streams},
@@ -256,7 +267,7 @@ class PromptSource:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state`. ValueError names the source or setting that has changed."""
-        require_same(state["data"], self._identity(), f"data.{self._split}")
+        require_same(state["data"], self.identity, f"data.{self._split}")
         self._num_given = state["num_given"]
         names = [stream.name for stream in self._streams]
         self._owed = [names.index(name) for name in state.get("owed", [])]
@@ -268,7 +279,9 @@ class PromptSource:
             for uid, epoch, row, domain, kind, reason in state["dropped"]
         ]
 
-    def _identity(self) -> dict[str, str]:
+    @property
+    def identity(self) -> dict[str, str]:
+        """What determines the rows: the settings, and each source with a digest of its content."""
         return {
             "seed": str(self._seed),
             "shuffle": str(self._config.shuffle),

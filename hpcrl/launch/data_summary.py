@@ -74,7 +74,7 @@ def row_checks(config: Config, template: FolderTemplate | None) -> dict[Split, R
     """Split -> the check of its rows; none without a template."""
     if template is None or not template.chat_template:
         return {}
-    learns = config.learns and not config.learns_from_rewards and not config.trains_head
+    learns = _learns_from_answers(config) and not config.trains_head
     return {
         "train": RowCheck(template, _named(config), config.data, answers=learns),
         "val": RowCheck(template, _named(config), config.data, answers=learns and config.validates_rows),
@@ -104,7 +104,7 @@ def image_checks(
         return {}
     splits: tuple[Split, ...] = ("train", "val")
     prompts, drops = config.data.max_prompt_tokens, config.data.overlong_prompts == "drop"
-    answers = config.learns and not config.learns_from_rewards  # their rows have no limit here
+    answers = _learns_from_answers(config)  # their rows have no limit
     return {
         split: ImageCheck(
             vision,
@@ -168,12 +168,27 @@ def check_own_variables(config: Config, rows: Mapping[Split, RowSet]) -> Iterato
 def check_media(config: Config, rows: Mapping[Split, RowSet], vision: Vision | None) -> Iterator[str]:
     """Rows with media of a kind that the run's model, or an engine that would get them, does not take."""
     generates: dict[Split, bool] = {"train": config.generates, "val": config.evaluates}
+    if config.writes_responses and "train" in rows and (where := _first_with_images(rows["train"])):
+        yield f"{where}: the row has images, which written rows cannot hold; leave such rows out"
+        return
     for split, found in rows.items():
         for kind, (count, where) in found.media.items():
             rest = f"leave such rows out ({count} of {len(found)} rows of data.{split})"
             learns = split == "train" and config.learns
             for who, remedy in _refusing(config, kind, vision, generates[split], learns):
                 yield f"{where}: the row has {kind}s, which {who} does not take; {remedy}{rest}"
+
+
+def _first_with_images(rows: RowSet) -> str:
+    """The place of the first row with images, of a generated source its first row; empty if there is none."""
+    for _, where in rows.media.values():
+        return where
+    start = 0
+    for table in rows.tables:
+        if table.fixed_domain is not None and rows.row(start).images:
+            return rows.where(start)
+        start += len(table)
+    return ""
 
 
 def _further_models(config: Config) -> Iterator[tuple[str, str]]:
@@ -191,6 +206,10 @@ def check_shown(config: Config, vision: Vision | None) -> Iterator[Problem]:
     for name, kinds in _shown_kinds(config):
         path, env = ("env", name, "options"), config.envs[name]
         for kind in kinds or ():
+            if config.writes_responses:
+                text = f"{env.name} shows {kind}s, which written rows cannot hold; let it show text"
+                yield Problem(path, f"{dotted(path)}: {text}", (("pipeline",),))
+                continue
             for who, remedy in _refusing(config, kind, vision, config.generates, config.learns):
                 text = f"{env.name} shows {kind}s, which {who} does not take; {remedy}let it show text"
                 yield Problem(path, f"{dotted(path)}: {text}", (("model",), ("generator", "engine")))
@@ -253,7 +272,7 @@ def show_rows(
     if check is not None and check.skipped[0]:
         count, where = check.skipped
         shown.notes.append(f"{where}: {REWRITES}; {count} rows of data.train are skipped for this reason")
-    if train is not None and not (train.unlearnable and not config.learns_from_rewards):
+    if train is not None and not (train.unlearnable and _learns_from_answers(config)):
         shown.examples += _examples(config, template, train)
     return shown
 
@@ -264,7 +283,7 @@ def _examples(config: Config, template: FolderTemplate, rows: RowSet) -> Iterato
     if config.env_of(row.domain) is not None:
         return  # the environment may change the first prompt
     try:
-        if config.learns_from_rewards:
+        if not _learns_from_answers(config):
             yield "example", _quoted(render(template, row.messages, row.tools, **row.variables))
         else:
             *_, (learned, _) = pieces = list(turns_of(template, row))
@@ -276,6 +295,10 @@ def _examples(config: Config, template: FolderTemplate, rows: RowSet) -> Iterato
                 yield "", f"rejected: {_quoted(list(turns_of(template, row.rejected))[-1][0])}"
     except (TemplateRefusal, LeftOut):  # reported, or skipped with a note
         return
+
+
+def _learns_from_answers(config: Config) -> bool:
+    return config.learns and not config.learns_from_rewards
 
 
 def _quoted(text: str) -> str:

@@ -28,6 +28,7 @@ from hpcrl.launch.frozen import described, run_folder
 from hpcrl.launch.plan import describe
 from hpcrl.launch.prepare import prepare
 from hpcrl.launch.render import NOTHING_TO_DO
+from hpcrl.metrics.generated import count_done
 from hpcrl.metrics.responses import count_responses
 from hpcrl.run_folder import (
     FINISHED,
@@ -237,12 +238,17 @@ def _goes_on(run_dir: Path, code: ExitCode | None, taken: Taken, own: tuple[int,
     return True, f"crash {crashes} of at most {limit} without a new checkpoint; resumes in the next job"
 
 
+def _stored(run_dir: Path) -> int:
+    """The responses, or the prompts with rows, that a run without trainers has stored."""
+    return count_done(run_dir) or count_responses(run_dir)
+
+
 def _count(run_dir: Path, kind: Literal["crashes", "short"], own: tuple[int, int] | None) -> int:
     """Increment the count of this kind of end; returns it (since the newest checkpoint and last submission)."""
     committed = committed_step(run_dir)
     jobs = submitted_jobs(run_dir)
     job = own[0] if own is not None else 0
-    stored = count_responses(run_dir) if committed < 0 and not stored_config(run_dir).pipeline_spec.trains else 0
+    stored = _stored(run_dir) if committed < 0 and not stored_config(run_dir).pipeline_spec.trains else 0
     since = {
         "checkpoint": step_name(committed) if committed >= 0 else f"{stored} responses" if stored else "",
         "submission": jobs[0] if job in jobs else job,  # the jobs of a chain count as one submission

@@ -9,6 +9,7 @@ from typing import Literal
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.config import Config, DataConfig, EvalSampling, LoRAConfig
 from hpcrl.config.abilities import chosen
+from hpcrl.config.generating import GenerateConfig
 from hpcrl.launch.frozen import described
 from hpcrl.launch.machine import device_row, machine_notes
 from hpcrl.launch.model_folder import ModelFolder
@@ -65,7 +66,10 @@ def describe(config: Config, layout: RoleLayout, model: ModelFolder | None, run:
         rows.append(("memory", "not computed: no rank holds the model"))
     elif loads:
         rows += _resources(config, layout, shape) if shape is not None else [("memory", unknown)]
-    if loads and not trains:
+    if config.writes_responses:
+        written = "" if config.section(GenerateConfig).target is not None else "rows.jsonl "
+        rows.append(("files", f"config.yaml plan.txt {written}generate/ generation.json logs/"))
+    elif loads and not trains:
         rows.append(("files", "config.yaml plan.txt validation/ evaluation.json evaluation.html logs/"))
     elif loads:
         rollouts = "rollouts/ " if config.generates and config.rollout.save_rollouts else ""
@@ -96,13 +100,14 @@ def _inputs(
     yield from _engines(config)
     if not config.generates and config.learns_from_rewards:
         yield "data", f"train rollouts of {config.load_rollouts}"
-    elif config.pipeline_spec.trains:
-        yield "data", f"train {_sources(config.data, 'train', shown)}"
+    elif config.pipeline_spec.trains or config.writes_responses:
+        what = "train" if config.pipeline_spec.trains else "prompts"
+        yield "data", f"{what} {_sources(config.data, 'train', shown)}"
         yield from _environments(config)
     if config.data.val is not None:
         yield "" if config.pipeline_spec.trains else "data", f"validation {_sources(config.data, 'val', shown)}"
-    if not config.pipeline_spec.trains:
-        yield from _environments(config)
+        if not config.pipeline_spec.trains:
+            yield from _environments(config)
     for name, own in config.eval.sets.items() if config.evaluates else ():
         yield "", f"validation of {name}: {_set(own.num_prompts, config.eval.of_domain(name))}"
     yield from shown.examples

@@ -143,7 +143,7 @@ def _check_inputs(reading: LoadedConfig, config: Config, layout: RoleLayout | No
         reading.add(list(check_questions(config, judged)))
         shown = show_rows(config, template, rows, checks)
         shown.image_tokens = most_image_tokens(config, rows, seeing)
-        shown.notes += reward_notes(config, rows) if config.learns_from_rewards else []
+        shown.notes += reward_notes(config, rows) if config.learns_from_rewards or config.writes_responses else []
         shown.notes += notes_on_marks(seeing)
         shown.notes += notes_on_judges(config, rows) if vision is not None else []
         shown.notes += notes_on_questions(config, judged)

@@ -517,7 +517,7 @@ REWARD_MODEL = RewardSpec(
 )
 
 NONE = RewardSpec(
-    about="No task: 0 for every response, without an answer; for pipelines that learn from a teacher.",
+    about="No task: 0 for every response, without an answer; for pipelines that need no reward (distill, generate).",
     make="hpcrl.rewards.builtin.none:NoReward",
 )
 
@@ -526,6 +526,9 @@ FAKE = RewardSpec(
     make="hpcrl.rewards.builtin.fake:FakeReward",
     section=FakeOptions,
 )
+
+UNSCORED = "none"
+"""Its name."""
 
 FUNCTION = RewardSpec(
     about="A user-defined function, called with the signature of verl, TRL, OpenRLHF, NeMo-RL or hpcrl, or a rubric.",

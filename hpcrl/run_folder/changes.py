@@ -15,7 +15,7 @@ from hpcrl.config.renamed_keys import with_new_names
 from hpcrl.run_folder.branches import BRANCH_KEYS, OPENING_KEYS
 from hpcrl.run_folder.records import CONFIG
 from hpcrl.spec.table import SpecError
-from hpcrl.spec.tables import GEN_ENGINES, TRAIN_ENGINES
+from hpcrl.spec.tables import GEN_ENGINES, PIPELINES, TRAIN_ENGINES
 from hpcrl.system.files import open_regular
 
 _DIVISION = (
@@ -67,6 +67,8 @@ def division_keys(config: Mapping[str, Any]) -> tuple[str, ...]:
         for name, spec in entries.items():
             whole = spec.section is not None and set(spec.resume_keys) == set(spec.section.model_fields)
             keys += [f"{section}.{name}"] if whole else [f"{section}.{name}.{key}" for key in spec.resume_keys]
+    for name, spec in PIPELINES.items():
+        keys += [f"{name}.{key}" for key in spec.resume_keys]
     return (*keys, *_DIVISION)
 
 

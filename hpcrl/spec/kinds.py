@@ -85,8 +85,8 @@ def _installed(module: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineSpec(Spec):
-    """`make` is called on rank 0 with the run (hpcrl.controller.context.Run, hpcrl.controller.rank0_run.Rank0Run or
-    hpcrl.controller.evaluation_run.EvaluationRun)."""
+    """`make` is called on rank 0 with the run (hpcrl.controller.context.Run, hpcrl.controller.rank0_run.Rank0Run,
+    hpcrl.controller.evaluation_run.EvaluationRun or hpcrl.controller.generation_run.GenerationRun)."""
 
     learns_from_rewards: bool = True
     """Whether it learns from generated responses and their rewards; otherwise from the answers of its rows."""
@@ -95,6 +95,8 @@ class PipelineSpec(Spec):
     trains: bool = True
     """Whether it has trainer ranks. Without them it only evaluates: generators load the model's folder themselves,
     `make` gets a hpcrl.controller.evaluation_run.EvaluationRun, and keys of training are not read."""
+    writes_responses: bool = False
+    """Whether, without trainer ranks, it responds to data.train instead of data.val; `make` gets a GenerationRun."""
     rank0_only: bool = False
     """Whether rank 0 runs it without other ranks, engines, data and steps; it then reads none of their keys."""
     inspect: Callable[[Any, bool], Iterable[Problem]] = _no_files

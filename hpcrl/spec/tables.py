@@ -24,6 +24,7 @@ PIPELINES = SpecTable(
         "agentic": "hpcrl.pipelines.agentic:SPEC",
         "distill": "hpcrl.pipelines.distill:SPEC",
         "evaluate": "hpcrl.pipelines.evaluate:SPEC",
+        "generate": "hpcrl.pipelines.generate:SPEC",
         "convert": "hpcrl.pipelines.convert:SPEC",
     },
 )

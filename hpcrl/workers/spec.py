@@ -42,7 +42,7 @@ def _judge_engine(config: Any) -> str:
 
 
 def _generates(config: Any) -> bool:
-    return bool(config.generates or config.evaluates or not config.pipeline_spec.trains)
+    return bool(config.responds or not config.pipeline_spec.trains)
 
 
 TRAINER = RoleSpec(

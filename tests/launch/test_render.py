@@ -43,6 +43,8 @@ RUNNABLE = {
     "agentic_alfworld",
     "agentic_swe",
     "agentic_tool_math",
+    "generate_tiny",
+    "generate_32b",
     "convert",
     "reward_model_7b",
 }
@@ -174,7 +176,8 @@ def test_every_recipe_has_a_script() -> None:
     rlvr |= {"rlvr_vl_7b", "rlvr_vl_qwen3_8b"}
     worlds = ("sokoban", "vl_sokoban", "frozenlake", "webshop", "alfworld", "swe", "tool_math")
     agentic = {f"agentic_{name}" for name in worlds}
-    assert rlvr | agentic | {"convert", "reward_model_7b"} == RECIPES
+    own = {"convert", "reward_model_7b", "generate_tiny", "generate_32b"}
+    assert rlvr | agentic | own == RECIPES
 
 
 @pytest.mark.slow

@@ -12,12 +12,14 @@ from difflib import get_close_matches
 
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.config import Config, RewardConfig
+from hpcrl.config.generating import GenerateConfig
 from hpcrl.data.places import open_table
 from hpcrl.data.rows import ANSWER_KEYS, RowSet, parse_row, sources, start_domains
 from hpcrl.data.tasks import Split, built_in_reward, is_generated
 from hpcrl.rewards.grading.extract import after_marker, last_boxed
 from hpcrl.rewards.reward import Reward, make_reward
 from hpcrl.rewards.serving.protocol import Begin, Ready, pack, take_answers
+from hpcrl.rewards.spec import UNSCORED
 from hpcrl.spec.benchmarks import BENCHMARK, BENCHMARKS, benchmark_name
 from hpcrl.spec.tables import REWARDS
 
@@ -150,6 +152,13 @@ def _check_domains(config: Config, router: Router, rows: Mapping[Split, RowSet])
                 problems.append(f"{where}: {error}; data.{split} has {_rows(count)} of this domain{hint}")
             continue
         name = scored_by.name
+        key = config.section(GenerateConfig).reads_scores if config.writes_responses else ""
+        if name == UNSCORED and key:
+            count, where = found.rows_of(domain)
+            problems.append(
+                f"{where}: domain {domain} has no reward, and {key} compares scores; set reward.{domain}.name or "
+                f"reward.default.name, or leave it out; data.{split} has {_rows(count)} of this domain"
+            )
         if domain in found.unanswered and REWARDS[name].compares_answer:
             count, where = found.unanswered[domain]
             looked = config.data.answer_key or ", ".join(ANSWER_KEYS)
