@@ -33,7 +33,7 @@ SIZES = {"num_heads": 2, "num_kv_heads": 1, "intermediate_size": 16}
         ([*ADDED, *MODELS, "debug=rollout_only"], "teacher.path: not read here,"),
         (
             [*DISTILL, *MODELS, "loss.default.divergence=0"],
-            "loss: the distill pipeline learns from a teacher, and every",
+            "loss: the distill pipeline learns from a teacher",
         ),
         (DISTILL, "teacher.path: there is no model to learn from; give a folder in HF layout"),
         ([*ADDED, MODELS[0]], "teacher.path: there is no model to learn from; give a folder in HF layout"),

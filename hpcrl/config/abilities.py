@@ -107,9 +107,7 @@ def check_abilities(config: Config) -> Iterator[Problem]:
         yield Problem(("algorithm",), f"algorithm: {text}; choose another trainer.engine", (trains,))
     if config.uses_teacher and config.teacher.form != "sampled" and "divergence" not in trainer.computes:
         instead = _able(TRAIN_ENGINES, trains, lambda spec: "divergence" in spec.computes)
-        text = (
-            f"the {train_engine} trainer does not compute the divergence of {config.teacher.form}; use sampled{instead}"
-        )
+        text = f"{config.teacher.form}: the {train_engine} trainer computes no divergence; use sampled{instead}"
         yield Problem(("teacher", "form"), f"teacher.form: {text}", (trains,))
 
 

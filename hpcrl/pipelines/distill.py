@@ -31,6 +31,6 @@ SPEC = PipelineSpec(
 
 def distill(run: Run) -> None:
     """Train the policy of `run` to its last step on its own responses, or episodes, and the teacher's judgement of
-    their tokens. Rewards are optional, and only logged unless a domain has loss.NAME.policy. Everything else works as in
-    rlvr(), including background work."""
+    their tokens. Rewards are optional, and only logged unless a domain has loss.NAME.policy. Everything else works as
+    in rlvr(), including background work."""
     rlvr(run)
