@@ -19,6 +19,7 @@ from hpcrl.controller.critic_client import Critic
 from hpcrl.controller.debug import FixedWeights, IdleTrainer, StoredRollouts
 from hpcrl.controller.evaluation import Evaluation
 from hpcrl.controller.generation import replica_capacity
+from hpcrl.controller.imitation import Imitation
 from hpcrl.controller.profiles import StepProfiler
 from hpcrl.controller.reference_client import Reference
 from hpcrl.controller.rollouts import Rollouts
@@ -48,6 +49,7 @@ class Parts:
     roles: Roles
     trainer: Trainer
     reference: Reference
+    imitation: Imitation
     critic: Critic
     weights: Weights
     data: Rollouts | StoredRollouts | AnswerRows
@@ -89,12 +91,15 @@ def build(
         data = _make_rollouts(loop, transfer_group, layout, config, tokenizer, run_dir, fence)
     evaluation = Evaluation(loop, controller, layout, config, tokenizer, run_dir) if loop is not None else None
     reference = Reference(controller, layout, config, run_dir)
-    checkpoint = Checkpoints(controller, layout, config, run_dir, attempt, data, [trainer, reference])
+    imitation = Imitation(controller, layout, config, trainer, tokenizer)
+    checkpoint = Checkpoints(controller, layout, config, run_dir, attempt, data, [trainer, reference, imitation])
     first_step = checkpoint.restore()
     background.check(checkpoint.commit_if_written)
     profiler = StepProfiler(controller, config.profile.steps, profiled_ranks(config, layout), first_step)
     roles, critic = Roles(controller, layout), Critic(controller, layout, config)
-    return Parts(roles, trainer, reference, critic, weights, data, evaluation, checkpoint, first_step, profiler)
+    return Parts(
+        roles, trainer, reference, imitation, critic, weights, data, evaluation, checkpoint, first_step, profiler
+    )
 
 
 def build_evaluation(

@@ -217,6 +217,13 @@ class LoadRows(Message):
     sequences: list[int]
 
 
+class MixRows(Message):
+    """Add these rows of imitation.data to batch `batch`."""
+
+    batch: int
+    sequences: list[int]
+
+
 class LoadRollouts(Message):
     """Form batch `batch` from these stored samples of a step."""
 
@@ -394,6 +401,7 @@ Command = (
     | ReadLastObservation
     | TransferRollouts
     | LoadRows
+    | MixRows
     | LoadRollouts
     | Logprobs
     | Values

@@ -37,6 +37,7 @@ from hpcrl.messaging.messages import (
     LoadRollouts,
     LoadRows,
     Logprobs,
+    MixRows,
     TrainStep,
     WriteRollouts,
 )
@@ -50,6 +51,7 @@ from hpcrl.spec.image_rows import image_rows
 from hpcrl.spec.media import IMAGES
 from hpcrl.spec.tables import TRAIN_ENGINES
 from hpcrl.spec.trajectory import FIELDS, Level, Origin, fields_of
+from hpcrl.workers.mixing import with_answers, without_answers
 from hpcrl.workers.role import Rank
 
 
@@ -172,6 +174,7 @@ class TrainerRole(EngineRole):
         return super().handlers() | {
             Advantages: self._advantages,
             TrainStep: self._train_step,
+            MixRows: self._mix_rows,
             WriteRollouts: self._write_rollouts,
             Export: self.export,
         }
@@ -201,8 +204,16 @@ class TrainerRole(EngineRole):
         )
         return Done(seq, stats=stats if self._ranks.holds_outputs else {})
 
+    def _mix_rows(self, command: MixRows, seq: int) -> Done:
+        config, batches = self._worker.config, self._worker.batches
+        if self._rows is None:
+            self._rows = sft_rows(config.of_imitation().data, "train", self._worker.tokenizer, config.seed)
+        answers = batch_of_rows(self._rows, command.sequences)
+        batches[command.batch] = with_answers(batches[command.batch], answers, config.imitation.ce)
+        return Done(seq)
+
     def _write_rollouts(self, command: WriteRollouts, seq: int) -> Done:
-        batch = self._worker.batches[command.batch]
+        batch = without_answers(self._worker.batches[command.batch])
         num_files, folder = self._ranks.num_data_parallel, Path(command.folder)
         write_rollouts(folder, self._worker.world.rank, num_files, batch, command.facts)
         return Done(seq)
