@@ -111,7 +111,7 @@ class LossSums:
     Means are merged from sums and counts, so they do not depend on the split into micro-batches.
     """
 
-    def __init__(self, batch: Batch, rows: Tensor, coefficients: Tensor, mode: Aggregation):
+    def __init__(self, batch: Batch, rows: Tensor, mode: Aggregation):
         self._rows, self._num_rows = rows, batch.num_sequences
         self._token_weights = batch.weights[rows]
         counts = row_sums(torch.ones_like(rows), rows, self._num_rows)  # bincount would synchronise with the GPU

@@ -80,19 +80,30 @@ class PolicyGradient(Objective):
             required(batch, "old_logprobs", "more than one optimizer step per batch" if steps else "sums over the step")
         old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs[index]
         coefficients = F.token_weights(rows, batch.weights, config.loss_aggregation, config.loss_norm_tokens)
-        sums = LossSums(batch, rows, coefficients, config.loss_aggregation)
+        sums = LossSums(batch, rows, config.loss_aggregation)
         total, stats = self._policy_loss(outputs, batch, index, old, coefficients, sums)
         if (added := self._weighted_terms(outputs, batch, index, old, coefficients, total, sums)) is not None:
             total = total + added
         sums.add_loss("actor/total_loss", total)
-        sums.add_train_infer(old, batch.gen_logprobs[index])
-        if batch.on_policy is not None and (batch.old_logprobs is not None or self.optimizer_steps == 1):
-            sums.add_mismatch(old, batch.gen_logprobs[index], batch.on_policy[index])
-        if outputs.entropy is not None:
-            sums.add_tokens("critic/entropy/mean", outputs.entropy[index])
-        if batch.ref_logprobs is not None:
-            sums.add_tokens("critic/kl", F.kl_divergence(old, batch.ref_logprobs[index], "k3"))
+        stats |= self._policy_stats(outputs, batch, index, old, sums)
         return total / F.denominator(norms, config.loss_aggregation), sums.stats() | stats
+
+    def _policy_stats(self, outputs: Outputs, batch: Batch, index: Tensor, old: Tensor, sums: LossSums) -> Stats:
+        """Add what compares the policy with other policies at the tokens that it drew; returned apart if there may be
+        others, of an expert."""
+        own = sums
+        if batch.ce_weights is not None:
+            drawn = batch.versions[index] >= 0
+            index, old = index[drawn], old[drawn]
+            own = LossSums(batch, batch.row_ids[index], self.config.loss_aggregation)
+        own.add_train_infer(old, batch.gen_logprobs[index])
+        if batch.on_policy is not None and (batch.old_logprobs is not None or self.optimizer_steps == 1):
+            own.add_mismatch(old, batch.gen_logprobs[index], batch.on_policy[index])
+        if outputs.entropy is not None:
+            own.add_tokens("critic/entropy/mean", outputs.entropy[index])
+        if batch.ref_logprobs is not None:
+            own.add_tokens("critic/kl", F.kl_divergence(old, batch.ref_logprobs[index], "k3"))
+        return {} if own is sums else own.stats()
 
     def _policy_loss(
         self, outputs: Outputs, batch: Batch, index: Tensor, old: Tensor, coefficients: Tensor, sums: LossSums
@@ -105,7 +116,7 @@ class PolicyGradient(Objective):
             index, old, coefficients = index[kept], old[kept], coefficients[kept]
             of_surrogate = coefficients * weights[index]
             of_terms = coefficients if batch.policy_weights is None else coefficients * batch.policy_weights[index]
-            own = LossSums(batch, batch.row_ids[index], coefficients, config.loss_aggregation)
+            own = LossSums(batch, batch.row_ids[index], config.loss_aggregation)
         rows, turns, logprobs = batch.row_ids[index], batch.turn_ids[index], outputs.logprobs[index]
         sequences = batch.segment_ids[index]
         base = behaviour_logprobs(batch)[index] if config.compares_with_generator else old

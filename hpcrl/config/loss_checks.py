@@ -25,12 +25,15 @@ def check_loss_weights(config: Config) -> Iterator[Problem]:
 
 def _objective(config: Config) -> Iterator[Problem]:
     """Report an objective that reads no weights, and terms of the policy loss that no domain has."""
-    if not config.weighs_losses:
-        return
     if not config.algorithm_spec.reads_weights:
         name = getattr(config.algorithm, "advantage_estimator", "the algorithm")
-        text = f"loss: {name} has an objective of its own, which reads no weights; leave the section out"
-        yield Problem(("loss",), text, (("algorithm",),))
+        for section in [
+            key for key, is_read in (("loss", config.weighs_losses), ("imitation", config.imitates)) if is_read
+        ]:
+            text = f"{section}: {name} has an objective of its own, which reads no weights; leave the section out"
+            yield Problem((section,), text, (("algorithm",),))
+    if not config.weighs_losses:
+        return
     if config.has_policy_loss:
         return
     for name in ("kl_loss_coef", "kl_reward_coef", "entropy_loss_coef"):

@@ -20,6 +20,7 @@ from hpcrl.config.domains import EnvConfig, RewardConfig
 from hpcrl.config.engines import GeneratorConfig, JudgeConfig, LoRAConfig, TrainerConfig
 from hpcrl.config.fake import FakeConfig
 from hpcrl.config.head_training import HeadTrainingConfig
+from hpcrl.config.imitation import ImitationConfig
 from hpcrl.config.loss_weights import LossWeights
 from hpcrl.config.model import ModelConfig, ReferenceConfig
 from hpcrl.config.part_names import listed, once, own_section
@@ -146,6 +147,8 @@ class Config(Section):
     loss: dict[str, LossWeights] = {}
     """Domain -> weights of what its tokens learn from; the key default is for all other domains; empty: every domain
     learns from its rewards only."""
+    imitation: ImitationConfig = ImitationConfig()
+    """Rows of answers beside the rollouts."""
     reward: dict[str, RewardConfig] = {}
     """Domain -> reward; the key default is for all other domains; empty: the reward of the data source."""
     env: dict[str, EnvConfig | None] = {}
@@ -285,6 +288,22 @@ class Config(Section):
     def weighs_losses(self) -> bool:
         """Whether some domain learns from other than its rewards."""
         return not all(weights.are_default for weights in self.loss.values())
+
+    @property
+    def imitates(self) -> bool:
+        """Whether rows of answers are trained on beside the rollouts."""
+        return self.imitation.data is not None and self.learns_from_rewards and self.learns
+
+    def of_imitation(self) -> Config:
+        """The configuration of supervised training on the rows of imitation.data."""
+        sft = own_section(self, "sft", PIPELINES["sft"], Section)
+        data: dict[str, Any] = {"train": self.imitation.data, "val": None, "domain_interleave_probs": {}}
+        changes: dict[str, Any] = {
+            "pipeline": "sft",
+            "sft": sft.model_copy(update={"batch_size": self.imitation.num_rows}),
+            "data": self.data.model_copy(update=data),
+        }
+        return self.model_copy(update=changes)
 
     @property
     def divergence(self) -> Divergence | None:

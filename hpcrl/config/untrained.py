@@ -12,7 +12,7 @@ from hpcrl.spec.problems import Path, Problem
 from hpcrl.spec.table import SpecError
 from hpcrl.spec.tables import PIPELINES, ROLES
 
-SECTIONS = ("algorithm", "loss", "trainer", "reference", "teacher", "critic")
+SECTIONS = ("algorithm", "loss", "imitation", "trainer", "reference", "teacher", "critic")
 """Sections that have their defaults in such a run."""
 OTHERS = (
     ("max_steps",),

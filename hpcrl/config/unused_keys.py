@@ -67,7 +67,7 @@ def _unread_of_pipeline(config: Config) -> Iterator[tuple[Path, Path, str]]:
     if not config.pipeline_spec.trains:
         yield from unread_without_trainer(config)
     elif not config.learns_from_rewards:
-        for section in ("algorithm", "loss") if config.evaluates else ("algorithm", "loss", "env"):
+        for section in ("algorithm", "loss", "imitation", *(() if config.evaluates else ("env",))):
             yield (section,), ("pipeline",), f"the {config.pipeline} pipeline has no {section}"
         for key in type(config.rollout).model_fields:
             if key not in SAMPLING_KEYS:
@@ -98,6 +98,9 @@ def _unread_of_sections(config: Config) -> Iterator[tuple[Path, Path, str]]:
     """Keys that are unread because of another key's value, mostly in the same section."""
     if config.cluster.after != "chain":
         yield ("cluster", "num_links"), ("cluster", "after"), "an unfinished run is requeued"
+    if config.imitation.data is None:
+        for key in ("num_rows", "ce"):
+            yield ("imitation", key), ("imitation", "data"), "imitation.data is null"
     if config.keep_best.metric is None:
         yield ("keep_best", "mode"), ("keep_best", "metric"), "keep_best.metric is null"
     if config.cluster.container == "none":
@@ -230,7 +233,7 @@ def _unread_policies(config: Config) -> Iterator[tuple[Path, Path, str]]:
         for path in (*unread, *(("rollout", "domains", name, key) for name in rollout.domains for key in filters)):
             yield path, ("debug",), "debug=train_only generates nothing to train on"
     if config.debug == "rollout_only":
-        for path in (("loss",), *(("algorithm", key) for key in ("correction", *CORRECTION_KEYS))):
+        for path in (("loss",), ("imitation",), *(("algorithm", key) for key in ("correction", *CORRECTION_KEYS))):
             yield path, ("debug",), "debug=rollout_only does not train"
     if rollout.max_staleness == 0:
         for key in ("on_stale", "on_new_weights"):

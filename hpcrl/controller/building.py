@@ -20,6 +20,7 @@ from hpcrl.controller.debug import FixedWeights, IdleTrainer, StoredRollouts
 from hpcrl.controller.evaluation import Evaluation
 from hpcrl.controller.generation import replica_capacity
 from hpcrl.controller.held_out import HeldOutRows
+from hpcrl.controller.imitation import Imitation
 from hpcrl.controller.profiles import StepProfiler
 from hpcrl.controller.reference_client import Reference
 from hpcrl.controller.responder import Responder
@@ -53,6 +54,7 @@ class Parts:
     trainer: Trainer
     reference: Reference
     teacher: Teacher
+    imitation: Imitation
     critic: Critic
     weights: Weights
     data: Rollouts | StoredRollouts | AnswerRows
@@ -98,18 +100,15 @@ def build(
     elif loop is not None:
         evaluation = Evaluation(loop, controller, layout, config, tokenizer, run_dir)
     reference = Reference(controller, layout, config, run_dir)
-    checkpoint = Checkpoints(controller, layout, config, run_dir, attempt, data, [trainer, reference])
+    imitation = Imitation(controller, layout, config, trainer, tokenizer)
+    checkpoint = Checkpoints(controller, layout, config, run_dir, attempt, data, [trainer, reference, imitation])
     first_step = checkpoint.restore()
     background.check(checkpoint.commit_if_written)
     profiler = StepProfiler(controller, config.profile.steps, profiled_ranks(config, layout), first_step)
-    roles, critic, teacher = (
-        Roles(controller, layout),
-        Critic(controller, layout, config),
-        Teacher(controller, layout, config),
-    )
-    return Parts(
-        roles, trainer, reference, teacher, critic, weights, data, evaluation, checkpoint, first_step, profiler
-    )
+    roles, critic = Roles(controller, layout), Critic(controller, layout, config)
+    teacher = Teacher(controller, layout, config)
+    learners = (roles, trainer, reference, teacher, imitation, critic)
+    return Parts(*learners, weights, data, evaluation, checkpoint, first_step, profiler)
 
 
 def build_evaluation(

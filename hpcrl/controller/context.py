@@ -41,7 +41,7 @@ class Run:
         self.config, self._run_dir, self._timeline = config, run_dir, timeline
         self._roles, self._weights, self._profiler = parts.roles, parts.weights, parts.profiler
         self.trainer, self.reference, self.teacher = parts.trainer, parts.reference, parts.teacher
-        self.critic = parts.critic
+        self.critic, self.imitation = parts.critic, parts.imitation
         self._data, self.evaluation, self.checkpoint = parts.data, parts.evaluation, parts.checkpoint
         self.first_step, self.last_step, self._why = parts.first_step, config.max_steps, ""
         resumed = self.checkpoint.restored_step

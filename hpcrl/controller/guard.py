@@ -20,6 +20,8 @@ rollout.max_generated_groups: 20 x num_prompts if filters reject all groups of a
 MAX_SILENT_STEPS = 5
 """The user is warned after this many steps in a row without a signal."""
 LOSSES = ("actor/total_loss", "critic/loss", "sft/loss", "rm/loss")
+OTHER_LOSSES = ("loss/ce", "loss/divergence")
+"""Losses of weighted tokens (hpcrl.algorithms.token_losses) that need no reward."""
 SHARES = ("_mask_ratio", "/positive_ratio")
 """Name endings of statistics that give the fraction of responses that a mask keeps."""
 LEARNERS = {"actor": "", "critic": " of the critic"}
@@ -137,9 +139,11 @@ class Guard:
             )
 
     def _check_signal(self, step: int, stats: Stats) -> None:
-        """Warn once all advantages of several steps in a row were 0: the policy learns nothing from such steps."""
+        """Warn once all advantages of several steps in a row were 0: the policy learns nothing from such steps, unless
+        its tokens have other losses."""
         advantages, rewards = stats.get("critic/advantages/*"), stats.get("critic/rewards/*")
         is_silent = advantages is not None and advantages.count > 0 and advantages.low == advantages.high == 0
+        is_silent &= not any(name in stats and stats[name].total for name in OTHER_LOSSES)
         self._num_silent = self._num_silent + 1 if is_silent else 0
         if self._num_silent == MAX_SILENT_STEPS:
             mean = f" (reward {rewards.total / rewards.count:.3g} on average)" if rewards and rewards.count else ""

@@ -41,6 +41,12 @@ class AnswerRows:
 
     def next(self, step: int) -> BatchHandle:
         """This step's batch, on the trainer ranks. ValueError if none of its rows is usable."""
+        sizes, per_row = self.sizes_of(step), self._rows.per_row
+        together = {sequence: sequence // per_row for sequence in sizes} if per_row > 1 else {}
+        return self._trainer.load_rows(step, list(sizes), list(sizes.values()), together)
+
+    def sizes_of(self, step: int) -> dict[int, Sizes]:
+        """The usable sequences of this step's rows, with their sizes; sets `stats`. ValueError if there are none."""
         rows = self._rows
         draws = range((step - 1) * self._batch_size, step * self._batch_size)
         drawn = sorted({int(self._order(draw // len(rows))[draw % len(rows)]) for draw in draws})
@@ -54,7 +60,7 @@ class AnswerRows:
             "_samples": scalar(len(sizes)),
             "rows/skipped": scalar(len(drawn) - len(sizes) // rows.per_row),
         }
-        return self._trainer.load_rows(step, list(sizes), list(sizes.values()), rows_together(rows, sizes))
+        return sizes
 
     def _skip(self, row: int, why: str) -> None:
         """Warn once about a row that is skipped."""

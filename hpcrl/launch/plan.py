@@ -104,6 +104,9 @@ def _inputs(
         what = "train" if config.pipeline_spec.trains else "prompts"
         yield "data", f"{what} {_sources(config.data, 'train', shown)}"
         yield from _environments(config)
+    if config.imitates:
+        answers = _sources(config.of_imitation().data, "train", ShownRows())
+        yield "", f"{config.imitation.num_rows} rows of answers a step from {answers}"
     if config.data.val is not None:
         yield "" if config.pipeline_spec.trains else "data", f"validation {_sources(config.data, 'val', shown)}"
         if not config.pipeline_spec.trains:

@@ -44,6 +44,7 @@ from hpcrl.system.files import step_name, steps_in
 
 if TYPE_CHECKING:
     from hpcrl.data.templates import FolderTemplate
+    from hpcrl.models.vision import Vision
 
 
 def prepare(argv: Sequence[str]) -> tuple[Config, RoleLayout, ModelFolder | None, RunState, ShownRows]:
@@ -141,6 +142,7 @@ def _check_inputs(reading: LoadedConfig, config: Config, layout: RoleLayout | No
         reading.add([Problem((), line, (("layout", "reward"), ("data",))) for line in ranks])
         judged = [check.judged for check in seeing.values()]
         reading.add(list(check_questions(config, judged)))
+        _check_imitation(reading, config, template, vision)
         shown = show_rows(config, template, rows, checks)
         shown.image_tokens = most_image_tokens(config, rows, seeing)
         shown.notes += reward_notes(config, rows) if config.learns_from_rewards or config.writes_responses else []
@@ -149,6 +151,22 @@ def _check_inputs(reading: LoadedConfig, config: Config, layout: RoleLayout | No
         shown.notes += notes_on_questions(config, judged)
     reading.add(check_rollouts(config))
     return shown
+
+
+def _check_imitation(
+    reading: LoadedConfig, config: Config, template: FolderTemplate | None, vision: Vision | None
+) -> None:
+    """Checks the rows of imitation.data as pipeline=sft would."""
+    if not config.imitates:
+        return
+    from hpcrl.data import check_answers, read_splits
+    from hpcrl.launch.data_summary import check_media, row_checks
+
+    own = config.of_imitation()
+    rows, wrong = read_splits(own.data, own.seed, row_checks(own, template))
+    lines = [line.replace("data.train", "imitation.data") for line in [*wrong, *check_answers(rows)]]
+    lines += [line.replace("data.train", "imitation.data") for line in check_media(own, rows, vision)]
+    reading.add([Problem((), line, (("imitation",), ("data",))) for line in dict.fromkeys(lines)])
 
 
 def _check_template(reading: LoadedConfig, config: Config) -> FolderTemplate | None:

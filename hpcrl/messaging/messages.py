@@ -218,6 +218,13 @@ class LoadRows(Message):
     split: Literal["train", "val"] = "train"
 
 
+class MixRows(Message):
+    """Add these rows of imitation.data to batch `batch`."""
+
+    batch: int
+    sequences: list[int]
+
+
 class LoadRollouts(Message):
     """Form batch `batch` from these stored samples of a step."""
 
@@ -415,6 +422,7 @@ Command = (
     | ReadLastObservation
     | TransferRollouts
     | LoadRows
+    | MixRows
     | LoadRollouts
     | Logprobs
     | Teach

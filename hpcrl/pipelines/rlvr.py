@@ -33,6 +33,7 @@ def rlvr(run: Run) -> None:
             run.critic.values(batch),
             run.trainer.advantages(batch),
             run.critic.update(batch),
+            run.imitation.mix(batch),
             run.trainer.update(batch),
             run.reference.update(step, run.trainer),
         ]

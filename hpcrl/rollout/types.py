@@ -21,6 +21,8 @@ GREEDY_MEMBER = (1 << MEMBER_BITS) - 1
 MAX_GROUP_SIZE = GREEDY_MEMBER
 """Largest number of sampled responses to a prompt."""
 MAX_ATTEMPTS = 1 << ATTEMPT_BITS
+ANSWER_IDS = 1 << 62
+"""From here on, sample ids are those of rows of answers in a batch of rollouts (hpcrl.workers.mixing)."""
 FIRST_VALIDATION_UID = 1 << 38
 """First uid of validation prompts; all uids of training prompts are lower."""
 ROW_BITS = 20

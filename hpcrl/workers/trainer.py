@@ -39,6 +39,7 @@ from hpcrl.messaging.messages import (
     LoadRollouts,
     LoadRows,
     Logprobs,
+    MixRows,
     ScoreRows,
     TrainStep,
     WriteRollouts,
@@ -53,6 +54,7 @@ from hpcrl.spec.image_rows import image_rows
 from hpcrl.spec.media import IMAGES
 from hpcrl.spec.tables import TRAIN_ENGINES
 from hpcrl.spec.trajectory import FIELDS, Level, Origin, fields_of
+from hpcrl.workers.mixing import with_answers, without_answers
 from hpcrl.workers.role import Rank
 
 
@@ -189,6 +191,7 @@ class TrainerRole(EngineRole):
             Advantages: self._advantages,
             TrainStep: self._train_step,
             ScoreRows: self._score_rows,
+            MixRows: self._mix_rows,
             WriteRollouts: self._write_rollouts,
             Export: self.export,
         }
@@ -227,8 +230,17 @@ class TrainerRole(EngineRole):
         _, stats = self._algorithm.objective.loss(outputs, batch, norms)
         return Done(seq, stats=stats if self._ranks.is_head else {})
 
+    def _mix_rows(self, command: MixRows, seq: int) -> Done:
+        config, batches = self._worker.config, self._worker.batches
+        if "imitation" not in self._rows:
+            mixed = config.of_imitation().data
+            self._rows["imitation"] = sft_rows(mixed, "train", self._worker.tokenizer, config.seed)
+        answers = batch_of_rows(self._rows["imitation"], command.sequences)
+        batches[command.batch] = with_answers(batches[command.batch], answers, config.imitation.ce)
+        return Done(seq)
+
     def _write_rollouts(self, command: WriteRollouts, seq: int) -> Done:
-        batch = self._worker.batches[command.batch]
+        batch = without_answers(self._worker.batches[command.batch])
         num_files, folder = self._ranks.num_data_parallel, Path(command.folder)
         write_rollouts(folder, self._worker.world.rank, num_files, batch, command.facts)
         return Done(seq)

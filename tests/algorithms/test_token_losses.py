@@ -308,7 +308,7 @@ def test_weighted_losses_are_prime_rls() -> None:
     mask = torch.ones(int(cu[-1]), dtype=torch.bool).index_fill(0, cu[:-1], False)
     of_rows = {name: batch.columns[name] for name in ("weights", "sample_ids", "group_ids")}
     batch = Batch(cu, of_rows, token_ids=mask.long(), loss_mask=mask, turn_ids=mask.int() - 1)
-    batch.weights = torch.ones(len(lengths))
+    batch.weights, batch.versions = torch.ones(len(lengths)), mask.int() - 1
     batch.gen_logprobs, batch.advantages, batch.teacher_logprobs = map(packed, ("inference", "advantages", "teacher"))
     for name, theirs in zip(NAMES, ("rl_weights", "ce_weights", "ref_kl_weights"), strict=True):
         setattr(batch, name, packed(theirs))

@@ -64,6 +64,8 @@ def test_consecutive_steps_that_change_nothing_end_the_run(steps: list[Stats], e
         ([SILENT] * 4, ""),
         ([SILENT] * 4 + [LOUD] + [SILENT] * 4, ""),
         ([{}] * 9, ""),
+        ([SILENT | {"loss/ce": Stat(3.0, 4.0)}] * 9, ""),
+        ([SILENT | {"loss/ce": Stat(0.0, 4.0)}] * 9, "steps 1 to 5 had no signal"),
         ([LOUD, *[SILENT] * 9], "steps 2 to 6 had no signal (reward 0 on average): all responses to a prompt got"),
     ],
 )

@@ -77,6 +77,7 @@ COMMANDS: list[Any] = [
     m.ReadLastObservation([2**62]),
     m.TransferRollouts(3, "fabric", [MOVE], ["token_ids"], {"rewards": b"\0" * 8, "scores": b"\xff" * 8}, True),
     m.LoadRows(1, [0, 1]),
+    m.MixRows(1, [0, 1]),
     m.LoadRollouts(1, "runs/a", 3, [7 << 24]),
     m.SavePending("runs/a/checkpoints/step_000002", [7 << 24]),
     m.LoadPending("runs/a/checkpoints/step_000002", ["pending_rank0002.safetensors"], [7 << 24]),
