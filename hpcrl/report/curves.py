@@ -17,6 +17,7 @@ DEFAULTS = (
     "val/score/mean",
     "critic/entropy/mean",
     "critic/kl",
+    "distill/reverse_kl",
     "token/response_length/mean",
     "mismatch/kl_k3",
     "time/step_total",
