@@ -18,6 +18,9 @@ from hpcrl.models.families import shape_of
 from hpcrl.planner.memory import check_sizes, memory
 from hpcrl.planner.memory_parts import PHASES
 from hpcrl.planner.trainer import teacher_parts
+from hpcrl.rewards.builtin.none import NoReward
+from hpcrl.rewards.reward import RewardItem, Score
+from hpcrl.rewards.serving.router import Router
 
 DISTILL = ["pipeline=distill"]
 ADDED = ["loss.default.divergence=0.5"]
@@ -168,3 +171,17 @@ def test_a_teacher_with_fewer_rows_than_the_policy_judges_only_sampled_tokens(po
     found = [problem.text for problem in check_sizes(over_all, layout, shape)]
     text = f"teacher.path: {few} has a vocabulary of 300 rows, the policy's 320; give a model with at least as many"
     assert found == [text]
+
+
+def test_prompts_without_answers_need_no_reward(policy: Path, other: Path, tmp_path: Path) -> None:
+    rows = tmp_path / "prompts.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": f"say {i}"}) + "\n" for i in range(64)))
+    models = [f"model.path={policy}", f"teacher.path={other}", f"run_dir={tmp_path / 'run'}"]
+    words = [*models, f"data.train={rows}", "data.max_prompt_tokens=64", "rollout.max_new_tokens=16"]
+    config, *_ = prepare([*words, *DISTILL, "rollout.num_prompts=8"])
+    reward = Router(config).of("default")
+    item = RewardItem(1, "prompts", "say 1", "1")
+    assert reward.name == "none" and NoReward(reward).score([item]) == [Score(0.0, 0.0)]
+    with pytest.raises(ConfigError) as caught:
+        prepare([*words, DISTILL[1], "rollout.num_prompts=8"])  # pipeline=rlvr
+    assert "has no reward: set reward." in caught.value.problems[0], caught.value.problems

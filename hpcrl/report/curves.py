@@ -19,6 +19,7 @@ DEFAULTS = (
     "val/accuracy",
     "critic/entropy/mean",
     "critic/kl",
+    "distill/reverse_kl",
     "token/response_length/mean",
     "mismatch/kl_k3",
     "time/step_total",

@@ -151,13 +151,14 @@ def test_marks_without_images_are_noted(at: Path, capsys: pytest.CaptureFixture[
     assert said in " ".join(capsys.readouterr().out.split())
 
 
-@pytest.mark.parametrize("role", ["reference", "critic"])
+@pytest.mark.parametrize("role", ["reference", "teacher", "critic"])
 def test_a_second_model_of_other_patches_is_refused(role: str, at: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The policy's pixels would not be cut into its patches."""
     make_tiny_model(TinyModel(architecture="qwen2_5_vl"), at / "other")
     processor, config = at / "other/preprocessor_config.json", at / "other/config.json"
     processor.write_text(json.dumps(json.loads(processor.read_text()) | {"patch_size": 16}))
-    use = {"reference": "algorithm.kl_loss_coef=0.1", "critic": "algorithm.advantage_estimator=gae"}[role]
+    estimators = {"reference": "algorithm.kl_loss_coef=0.1", "teacher": "algorithm.advantage_estimator=distill"}
+    use = estimators.get(role, "algorithm.advantage_estimator=gae")
     assert start(at, row("small.png"), words=(SEEING, use, f"{role}.path=other")) == ExitCode.BAD_INPUT
     said = (
         "the files of other are unusable for images: patch_size=16 of the image processor, but 14 in vision_config of"

@@ -12,8 +12,9 @@ import pytest
 
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.cluster.placement import Placement
-from hpcrl.config import load
+from hpcrl.config import TinyModel, load
 from hpcrl.config.abilities import check_installed
+from hpcrl.engines.tiny import make_tiny_model
 from hpcrl.launch.__main__ import main
 from hpcrl.launch.recipes import main as write_recipes
 from hpcrl.launch.recipes import recipes
@@ -23,6 +24,8 @@ from tests.conftest import ROOT
 
 RECIPES = {path.stem for path in (ROOT / "slurm").glob("*.sbatch")}
 RUNNABLE = {
+    "distill_tiny",
+    "distill_7b_from_32b",
     "rlvr_tiny",
     "rlvr_tiny_megatron",
     "rlvr_7b",
@@ -176,7 +179,7 @@ def test_every_recipe_has_a_script() -> None:
     rlvr |= {"rlvr_vl_7b", "rlvr_vl_qwen3_8b"}
     worlds = ("sokoban", "vl_sokoban", "frozenlake", "webshop", "alfworld", "swe", "tool_math")
     agentic = {f"agentic_{name}" for name in worlds}
-    own = {"convert", "reward_model_7b", "generate_tiny", "generate_32b"}
+    own = {"convert", "reward_model_7b", "generate_tiny", "generate_32b", "distill_tiny", "distill_7b_from_32b"}
     assert rlvr | agentic | own == RECIPES
 
 
@@ -219,6 +222,9 @@ def test_a_recipe_plans_without_weights_and_names_unbuilt_parts(
         Path("game.z8").touch()
         Path("game.json").touch()
         words.append("env.default.options.games=[game.z8]")
+    if name == "distill_tiny":  # whose models are results of `make demo`
+        make_tiny_model(TinyModel(), tmp_path / "tiny")
+        words += [f"{key}={tmp_path / 'tiny'}" for key in ("model.path", "teacher.path")]
     assert main([*words, "dry_run=true"]) == 0, capsys.readouterr().err
     plan = capsys.readouterr().out
     config = load(words)
