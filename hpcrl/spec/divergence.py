@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Form = Literal["sampled", "top_k", "full"]
+DivergenceForm = Literal["sampled", "top_k", "full"]
 """Words over which teacher and student are compared: the sampled one, the teacher's most probable ones, or all."""
 
 
@@ -25,7 +25,7 @@ class Divergence:
         temperature: Logits of both models are divided by it.
     """
 
-    form: Form
+    form: DivergenceForm
     beta: float
     top_k: int
     temperature: float

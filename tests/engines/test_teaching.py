@@ -21,7 +21,7 @@ from hpcrl.engines.train.teacher_head import read_teacher_head
 from hpcrl.engines.train.training_engine import Teaches
 from hpcrl.metrics.stats import Stats, stat
 from hpcrl.rollout.batch import Batch, Norms
-from hpcrl.spec.divergence import Divergence, Form
+from hpcrl.spec.divergence import Divergence, DivergenceForm
 from hpcrl.spec.tables import TRAIN_ENGINES
 from tests.contracts.splits import Split
 from tests.engines.test_token_divergence import plain, scores, with_rest
@@ -41,7 +41,7 @@ SPLITS = [
     ("megatron", Split(2, {"context_parallel": 2})),
     ("megatron", Split(2, {"pipeline_parallel": 2})),
 ]
-BETAS: dict[Form, tuple[float, ...]] = {"top_k": (0.0, 1.0), "full": (0.5,)}
+BETAS: dict[DivergenceForm, tuple[float, ...]] = {"top_k": (0.0, 1.0), "full": (0.5,)}
 ASKED = [Divergence(form, beta, K, TEMPERATURE) for form, betas in BETAS.items() for beta in betas]
 
 
@@ -86,7 +86,7 @@ def told(folder: Path, batch: Batch) -> tuple[Tensor, Tensor]:
     return torch.cat(states), torch.cat(logits)
 
 
-def taught(folder: Path, form: Form) -> Batch:
+def taught(folder: Path, form: DivergenceForm) -> Batch:
     """A batch with what transformers' teacher tells. It may be any number outside loss_mask, where no engine looks."""
     batch = make_batch(LENGTHS)
     with torch.no_grad():

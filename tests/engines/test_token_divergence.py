@@ -15,7 +15,7 @@ from hpcrl.engines.train.fsdp2 import logits
 from hpcrl.engines.train.fsdp2.logits import Head
 from hpcrl.engines.train.fsdp2.taught import Taught, TaughtStates, TaughtTopK
 from hpcrl.engines.train.fsdp2.token_divergence import LEAST_REST, token_divergence
-from hpcrl.spec.divergence import Divergence, Form
+from hpcrl.spec.divergence import Divergence, DivergenceForm
 from tests.planner.measuring import peak_bytes
 
 pytestmark = pytest.mark.numerics
@@ -122,7 +122,7 @@ def compare(
 @pytest.mark.parametrize("head", HEADS, ids=["plain", "softcap and scale"])
 @pytest.mark.parametrize(("chunk_tokens", "temperature", "bias"), [(1, 1.0, False), (4, 0.7, True), (100, 2.0, True)])
 def test_chunks_match_the_dense_formula(
-    form: Form, beta: float, head: Head, chunk_tokens: int, temperature: float, bias: bool
+    form: DivergenceForm, beta: float, head: Head, chunk_tokens: int, temperature: float, bias: bool
 ) -> None:
     compare(Divergence(form, beta, 5, temperature), chunk_tokens, head, bias)
 
@@ -150,7 +150,9 @@ def test_more_of_the_teachers_words_approach_the_whole_vocabulary_from_below(bet
 
 @pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("form", ["top_k", "full"])
-def test_a_student_that_equals_its_teacher_has_neither_divergence_nor_gradient(form: Form, beta: float) -> None:
+def test_a_student_that_equals_its_teacher_has_neither_divergence_nor_gradient(
+    form: DivergenceForm, beta: float
+) -> None:
     hidden, weight, _ = student()
     assert hidden is not None and weight is not None
     taught = told(Divergence(form, beta, 4, 1.0), hidden.detach(), TeacherHead(weight.detach()))
@@ -190,7 +192,9 @@ def test_certain_teachers_and_students_give_finite_numbers(beta: float) -> None:
 
 
 @pytest.mark.parametrize("form", ["top_k", "full"])
-def test_the_block_size_changes_no_more_than_the_last_bits(form: Form, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_block_size_changes_no_more_than_the_last_bits(
+    form: DivergenceForm, monkeypatch: pytest.MonkeyPatch
+) -> None:
     states, teacher_head = teacher(HEADS[1])
     found = []
     for numbers in (1 << 30, 1, 3 * WORDS):
@@ -209,7 +213,7 @@ def test_the_block_size_changes_no_more_than_the_last_bits(form: Form, monkeypat
     ("top_k", torch.float32, 1.35), ("full", torch.float32, 2.35), ("full", torch.bfloat16, 2.6)
 ])  # fmt: skip
 def test_peak_memory_is_little_more_than_a_chunk_of_each_model(
-    form: Form, dtype: torch.dtype, chunks: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    form: DivergenceForm, dtype: torch.dtype, chunks: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logits, "BLOCK_NUMBERS", 10 * 3000)
     generator = torch.Generator().manual_seed(0)

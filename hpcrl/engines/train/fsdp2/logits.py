@@ -74,10 +74,10 @@ def project(hidden: Tensor, weight: Tensor, bias: Tensor | None, in_float32: boo
     return logits if bias is None else logits.add_(bias)
 
 
-def blocks_of(logits: Tensor, start: int) -> Iterator[tuple[slice, Tensor]]:
-    """Yield (positions among all tokens, rows of the chunk) for blocks of at most BLOCK_NUMBERS logits, but at least
-    one row. `start` is the chunk's first position."""
-    size = max(1, BLOCK_NUMBERS // logits.shape[1])
+def blocks_of(logits: Tensor, start: int, num_copies: int = 1) -> Iterator[tuple[slice, Tensor]]:
+    """Yield (positions among all tokens, rows of the chunk) for blocks of which num_copies together have at most
+    BLOCK_NUMBERS logits, but at least one row. `start` is the chunk's first position."""
+    size = max(1, BLOCK_NUMBERS // (num_copies * logits.shape[1]))
     for first in range(0, logits.shape[0], size):
         block = logits[first : first + size]
         yield slice(start + first, start + first + len(block)), block

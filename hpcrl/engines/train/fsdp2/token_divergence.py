@@ -34,6 +34,9 @@ NOTHING = -1e4
 LEAST_REST = 2.0**-24
 """The teacher's least probability of the words that are not among its k. Log-probs in float32 tell no less."""
 
+COPIES = 4
+"""Tensors of a block's size that the formulas need besides the block."""
+
 
 def divergences(log_q: Tensor, log_p: Tensor, beta: float) -> tuple[Tensor, Tensor]:
     """(D, what the gradient needs of the whole row), both float32 [n], as sums over the given words: sums over parts of
@@ -168,7 +171,7 @@ class _OverVocabulary(torch.autograd.Function):
 
 def _blocks(logits: tuple[Tensor, Tensor], options: _Options) -> Any:
     """Blocks of the student's and of the teacher's rows; none on a rank without words."""
-    return zip(*(blocks_of(some, 0) for some in logits), strict=True) if options.part.count else ()
+    return zip(*(blocks_of(some, 0, COPIES) for some in logits), strict=True) if options.part.count else ()
 
 
 def _teacher_logits(taught: TaughtStates, chunk: slice, options: _Options) -> Tensor:
