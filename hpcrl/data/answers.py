@@ -23,13 +23,11 @@ REWRITES = (
 
 
 class TrainedSequence(NamedTuple):
-    """A sequence to train on: token ids and loss mask, of equal length, and images with their places; for a value head
-    also a target for each token of the mask."""
+    """A sequence to train on: token ids and loss mask, of equal length, and images with their places."""
 
     token_ids: list[int]
     loss_mask: list[bool]
     media: tuple[Medium, ...] = ()
-    targets: tuple[float, ...] = ()
 
 
 class SFTRows:

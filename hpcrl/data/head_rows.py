@@ -46,7 +46,7 @@ class HeadRows(SFTRows):
             if self._section.rows == "steps":
                 found = [self._by_steps(row)]
             else:
-                found = [self._whole(part, row) for part in (row, row.rejected) if part is not None]
+                found = [self._whole(part) for part in (row, row.rejected) if part is not None]
         except TemplateRefusal as error:
             raise BadRow(f"{where}: the chat template refuses the row: {error.reason}") from error
         limit = self._section.max_tokens
@@ -55,12 +55,22 @@ class HeadRows(SFTRows):
             raise BadRow(f"{where}: {longest} tokens are more than rm.max_tokens={limit}")
         return found
 
-    def _whole(self, part: Row, row: Row) -> TrainedSequence:
+    def targets(self, index: int) -> list[list[float]]:
+        """For each sequence of a row, the targets of its trained tokens in order."""
+        row = self._rows.row(index)
+        match self._section.rows:
+            case "pairs":
+                return [[float(row.extra.get(MARGIN) or 0.0)]] * 2
+            case "scores":
+                return [[float(row.extra[SCORE])]]
+            case "steps":
+                return [list(map(float, row.extra[LABELS]))]
+
+    def _whole(self, part: Row) -> TrainedSequence:
         assert part.turn is not None, "a row without an answer is refused"
         ids = dialogue_tokens(self._tokenizer, [*part.messages, part.turn])
         count = scored_index(ids, self._padding) + 1
-        target = row.extra[SCORE] if self._section.rows == "scores" else row.extra.get(MARGIN) or 0.0
-        return TrainedSequence([*ids[:count], ids[count - 1]], [*[False] * count, True], targets=(float(target),))
+        return TrainedSequence([*ids[:count], ids[count - 1]], [*[False] * count, True])
 
     def _by_steps(self, row: Row) -> TrainedSequence:
         ids = encode(self._tokenizer, render(self._tokenizer, row.messages, None))
@@ -69,7 +79,7 @@ class HeadRows(SFTRows):
             ids += encode(self._tokenizer, marked(self._tokenizer, step) + self._section.step_separator, begins=False)
             trained.append(len(ids))
         mask = [index in trained for index in range(len(ids) + 1)]
-        return TrainedSequence([*ids, ids[-1]], mask, targets=tuple(map(float, row.extra[LABELS])))
+        return TrainedSequence([*ids, ids[-1]], mask)
 
 
 def _pair(

@@ -289,13 +289,10 @@ def batch_of_rows(rows: SFTRows, sequences: Sequence[int]) -> Batch:
         batch.chosen = torch.tensor([n % rows.per_row == 0 for n in sequences], dtype=torch.bool)
     if isinstance(rows, HeadRows):
         batch.targets = torch.zeros(batch.num_tokens)
-        targets = [number for n, row in zip(sequences, groups, strict=True) for number in _targets(encoded[row], n)]
-        batch.targets[batch.loss_mask] = torch.tensor(targets, dtype=torch.float32)
+        of_row = {row: rows.targets(row) for row in encoded}
+        found = [of_row[row][n % rows.per_row] for n, row in zip(sequences, groups, strict=True)]
+        batch.targets[batch.loss_mask] = torch.tensor([target for each in found for target in each])
     return batch
-
-
-def _targets(row: Sequence[TrainedSequence], number: int) -> tuple[float, ...]:
-    return row[number % len(row)].targets
 
 
 def _supervised_sample(number: int, sequence: TrainedSequence) -> Sample:

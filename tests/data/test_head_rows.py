@@ -45,7 +45,8 @@ def test_a_pair_has_the_roles_tokens_and_one_more_that_is_trained(tmp_path: Path
             item = RewardItem(0, "x", "", said, None, {}, messages=ASKED)
             served = dialogue_tokens(tokenizer, dialogue(item))
             assert sequence.token_ids == [*served, served[-1]]
-            assert sequence.loss_mask == [False] * len(served) + [True] and sequence.targets == (margin,)
+            assert sequence.loss_mask == [False] * len(served) + [True]
+        assert rows.targets(place) == [[margin], [margin]]
     batch = batch_of_rows(rows, [2, 3, 0, 1])
     assert batch.chosen is not None and batch.chosen.tolist() == [True, False] * 2
     assert batch.targets is not None and batch.targets[batch.loss_mask].tolist() == [0.0, 0.0, 1.5, 1.5]
@@ -73,7 +74,7 @@ def test_a_score_is_read_before_tokens_of_padding(tmp_path: Path, tokenizer: Any
         assert ids[-1] == padding_token(tokenizer)
         (sequence,) = rows.sequences(0)
         assert sequence.token_ids[:-1] == ids[:-1] and sequence.loss_mask == [False] * (len(ids) - 1) + [True]
-        assert sequence.targets == (2.0,)
+        assert rows.targets(0) == [[2.0]]
     finally:
         tokenizer.chat_template = ended
     assert scored_index([3, 4, 0, 5, 0, 0], 0) == 3 and scored_index([0, 0], 0) == 0
@@ -82,11 +83,12 @@ def test_a_score_is_read_before_tokens_of_padding(tmp_path: Path, tokenizer: Any
 def test_steps_are_scored_at_their_last_tokens(tmp_path: Path, tokenizer: Any) -> None:
     """A row of TRL's form for stepwise supervision."""
     row = {"prompt": "2+2+2?", "completions": ["2+2 is 4.", "4+2 is 7."], "labels": [True, False]}
-    (sequence,) = head_rows(tmp_path, tokenizer, [row], "rm.rows=steps").sequences(0)
+    rows = head_rows(tmp_path, tokenizer, [row], "rm.rows=steps")
+    (sequence,) = rows.sequences(0)
     ends = [place for place, trained in enumerate(sequence.loss_mask) if trained]
     texts = [tokenizer.decode(sequence.token_ids[:end]) for end in ends]
     assert texts[0].endswith("assistant\n2+2 is 4.\n") and texts[1] == texts[0] + "4+2 is 7.\n"
-    assert sequence.targets == (1.0, 0.0) and ends[-1] == len(sequence.token_ids) - 1
+    assert rows.targets(0) == [[1.0, 0.0]] and ends[-1] == len(sequence.token_ids) - 1
 
 
 def test_long_rows_are_named(tmp_path: Path, tokenizer: Any) -> None:

@@ -86,6 +86,7 @@ COMMANDS: list[Any] = [
     m.SendTokens(1, "fabric", "ref_logprobs", [MOVE]),
     m.SendTokens(1, "fabric", "returns", [MOVE], "critic"),
     m.Values(1, [[0], [1, 2]]),
+    m.ScoreRows(1, [[0], [1, 2]], 3.0, 3.0),
     m.SetSampleWeights(1, [(7 << 24, 0.5)]),
     m.Advantages(1),
     m.TrainStep(1, [[0], []], 12.5, 2.0),
