@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from hpcrl.algorithms.interface import Algorithm
+import inspect
+
+from hpcrl.algorithms.interface import Algorithm, Objective
 from hpcrl.algorithms.value_loss import ValueLoss
 from hpcrl.config import Config
 from hpcrl.spec.kinds import AlgorithmSpec
@@ -13,8 +15,16 @@ from hpcrl.spec.table import load
 def make_algorithm(config: Config) -> Algorithm:
     """The objective of the run's pipeline, or the estimator and objective of its section `algorithm`."""
     if path := config.pipeline_spec.objective:
-        return Algorithm(load(path, f"the objective of pipeline={config.pipeline}")())
+        return Algorithm(_make_objective(config, path))
     return make_pair(config.algorithm_spec, config.algorithm, config.rollout.temperature or 1.0)
+
+
+def _make_objective(config: Config, path: str) -> Objective:
+    """The objective of the run's pipeline, with the pipeline's section if it takes an argument."""
+    make, section = load(path, f"the objective of pipeline={config.pipeline}"), config.pipeline_spec.section
+    given = [config.section(section)] if section is not None and inspect.signature(make).parameters else []
+    objective: Objective = make(*given)
+    return objective
 
 
 def make_value_loss(config: Config) -> ValueLoss:

@@ -22,6 +22,8 @@ def check_keep_best(config: Config) -> Iterator[Problem]:
     text = f"keep_best.metric: {metric!r}"
     if not metric.startswith(VALIDATION):
         yield Problem(at, f"{text} is no validation metric, which begins with {VALIDATION}; use val/score/mean")
+    elif config.validates_rows:
+        return
     elif not config.evaluates:
         needed = (("data", "val"), ("eval_every",))
         yield Problem(at, f"{text} needs validation; give data.val and eval_every above 0", needed)

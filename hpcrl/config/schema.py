@@ -288,8 +288,9 @@ class Config(Section):
         """Whether the algorithm or the pipeline reads the reference's log-probs."""
         if not self.learns:
             return False
-        if "reference" in self.pipeline_spec.roles or not self.learns_from_rewards:
-            return "reference" in self.pipeline_spec.roles
+        pipeline = self.pipeline_spec
+        if "reference" in pipeline.roles or not self.learns_from_rewards:
+            return "reference" in pipeline.roles or pipeline.uses_reference(self)
         algorithm = self.algorithm_spec
         return "reference" in algorithm.roles or algorithm.uses_reference(self.algorithm)
 
@@ -368,6 +369,15 @@ class Config(Section):
     @property
     def evaluates(self) -> bool:
         """Whether the run evaluates on validation prompts."""
+        return self._has_validation and not self.pipeline_spec.validates_rows(self)
+
+    @property
+    def validates_rows(self) -> bool:
+        """Whether the run computes its loss on rows of data.val."""
+        return self._has_validation and self.pipeline_spec.validates_rows(self)
+
+    @property
+    def _has_validation(self) -> bool:
         return self.data.val is not None and (self.eval_every > 0 or not self.pipeline_spec.trains)
 
     def env_of(self, domain: str) -> EnvConfig | None:

@@ -74,6 +74,7 @@ def _unread_of_pipeline(config: Config) -> Iterator[tuple[Path, Path, str]]:
     else:
         yield from _unread_objective(config)
         yield from _unread_policies(config)
+    yield from config.pipeline_spec.unread(config)
     if not config.learns_from_rewards or config.debug != "none":
         cause, what = (
             ("debug", f"debug={config.debug}") if config.learns_from_rewards else ("pipeline", config.pipeline)

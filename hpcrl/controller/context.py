@@ -115,9 +115,12 @@ class Run:
 
     def evaluate(self, step: int) -> Stats:
         """Validation scores if due at this step (0: before training), else empty."""
+        return self.evaluation.scores(step) if self.evaluation is not None and self.validates_at(step) else {}
+
+    def validates_at(self, step: int) -> bool:
+        """Whether validation is due at this step."""
         every = self.config.eval_every
-        due = bool(every) and (step % every == 0 or step == self.config.max_steps)
-        return self.evaluation.scores(step) if due and self.evaluation is not None else {}
+        return bool(every) and (step % every == 0 or step == self.config.max_steps)
 
     def end_at(self, step: int, why: str) -> None:
         """Declare the run complete at this step, before max_steps."""

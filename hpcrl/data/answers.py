@@ -30,6 +30,15 @@ class TrainedSequence(NamedTuple):
     media: tuple[Medium, ...] = ()
 
 
+def with_answer_of(sequence: TrainedSequence, other: TrainedSequence, max_tokens: int) -> TrainedSequence:
+    """The first sequence up to its first trained token, and the other one from its first trained token on, cut to
+    max_tokens."""
+    end, start = sequence.loss_mask.index(True), other.loss_mask.index(True)
+    ids, mask = sequence.token_ids[:end] + other.token_ids[start:], [False] * end + other.loss_mask[start:]
+    media = tuple(medium for medium in sequence.media if medium.start < end)
+    return TrainedSequence(ids[:max_tokens], mask[:max_tokens], media)
+
+
 class SFTRows:
     """Random access to sequences. The mask has every assistant turn, including its end token, unless the
     message has `weight: 0`; in a pair, only turns after the prompt. `per_row` is the number of sequences per row."""

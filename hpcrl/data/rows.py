@@ -471,16 +471,18 @@ def read_splits(
     seed: int,
     checks: Mapping[Split, ChecksRows] | None = None,
     read_train: ReadRow = parse_row,
+    read_val: ReadRow = parse_row,
 ) -> tuple[dict[Split, RowSet], list[str]]:
     """The valid rows of data.train and data.val, and all errors of other rows that can be found without a tokenizer,
-    one line each. `checks` are further checks of a split's rows; `read_train` parses a raw row of data.train."""
+    one line each. `checks` are further checks of a split's rows; `read_train` and `read_val` parse a raw row of a
+    split."""
     found: dict[Split, RowSet] = {}
     problems: list[str] = []
     splits: tuple[Split, ...] = ("train", "val")
     for split in splits:
         if sources(config, split):
             try:
-                read = read_train if split == "train" else parse_row
+                read = read_train if split == "train" else read_val
                 found[split] = RowSet(config, split, seed, (checks or {}).get(split), read)
             except ValueError as error:
                 problems += str(error).splitlines()

@@ -77,7 +77,7 @@ def row_checks(config: Config, template: FolderTemplate | None) -> dict[Split, R
     learns = config.learns and not config.learns_from_rewards
     return {
         "train": RowCheck(template, _named(config), config.data, answers=learns),
-        "val": RowCheck(template, _named(config), config.data),
+        "val": RowCheck(template, _named(config), config.data, answers=learns and config.validates_rows),
     }
 
 
@@ -108,7 +108,7 @@ def image_checks(
     return {
         split: ImageCheck(
             vision,
-            None if answers and split == "train" else prompts,
+            None if answers and (split == "train" or config.validates_rows) else prompts,
             "data.max_prompt_tokens",
             template,
             drops,
@@ -171,7 +171,7 @@ def check_media(config: Config, rows: Mapping[Split, RowSet], vision: Vision | N
     for split, found in rows.items():
         for kind, (count, where) in found.media.items():
             rest = f"leave such rows out ({count} of {len(found)} rows of data.{split})"
-            learns = split == "train" and config.learns
+            learns = config.learns and (split == "train" or config.validates_rows)
             for who, remedy in _refusing(config, kind, vision, generates[split], learns):
                 yield f"{where}: the row has {kind}s, which {who} does not take; {remedy}{rest}"
 

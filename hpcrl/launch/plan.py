@@ -181,7 +181,8 @@ def _work(config: Config) -> str:
         return config.pipeline_spec.work(config)
     what = f"{config.pipeline}, {_algorithm(config)}" if config.learns_from_rewards else config.pipeline
     save = f"checkpoint every {config.save_every}" if config.save_every else "checkpoint at the end"
-    evaluate = f"evaluation every {config.eval_every}" if config.evaluates else "no evaluation"
+    validates = config.evaluates or config.validates_rows
+    evaluate = f"evaluation every {config.eval_every}" if validates else "no evaluation"
     return f"{what}, {config.max_steps} steps, {evaluate}, {save}{', deterministic' if config.deterministic else ''}"
 
 

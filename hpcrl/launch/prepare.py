@@ -105,6 +105,7 @@ def _check_inputs(reading: LoadedConfig, config: Config, layout: RoleLayout | No
         template = _check_template(reading, config)
         checks = row_checks(config, template)
         read_train = parse_pair if config.pipeline_spec.pairs else parse_row
+        read_val = read_train if config.validates_rows else parse_row
         vision, unusable = None, False
         try:
             vision = find_vision(config)
@@ -113,7 +114,7 @@ def _check_inputs(reading: LoadedConfig, config: Config, layout: RoleLayout | No
             unusable = True
             reading.add([Problem((), str(error), (("model", "path"), ("data", "max_pixels")))])
         seeing = image_checks(config, vision, template, checks, vision_of_judge(config))
-        rows, wrong = read_splits(config.data, config.seed, seeing or checks, read_train)
+        rows, wrong = read_splits(config.data, config.seed, seeing or checks, read_train, read_val)
         wrong += check_own_variables(config, rows)
         wrong += check_media(config, rows, vision) if not unusable else []
         if config.learns_from_rewards:

@@ -210,11 +210,15 @@ class TransferRollouts(Message):
 
 
 class LoadRows(Message):
-    """Form batch `batch` from the supervised training data: sequence n belongs to row n // per_row
-    (hpcrl.data.answers)."""
+    """Form batch `batch` from the rows of data.train or data.val: sequence n belongs to row n // per_row
+    (hpcrl.data.answers). With `answers`, each sequence ends with the answer of the sequence given there, cut so that it
+    has at most `max_tokens`."""
 
     batch: int
     sequences: list[int]
+    split: Literal["train", "val"] = "train"
+    answers: list[int] = []
+    max_tokens: int = 0
 
 
 class LoadRollouts(Message):
@@ -275,6 +279,16 @@ class TrainStep(Message):
 
     batch: int
     micro_batches: list[list[int]]
+    tokens: float
+    sequences: float
+    coefficients: dict[str, float] = {}
+
+
+class LossStats(Message):
+    """Statistics of the loss of the whole batch, whose old_logprobs are the policy's, without a step. The other fields
+    are as in TrainStep."""
+
+    batch: int
     tokens: float
     sequences: float
     coefficients: dict[str, float] = {}
@@ -402,6 +416,7 @@ Command = (
     | Advantages
     | BroadcastBatch
     | TrainStep
+    | LossStats
     | TrainCritic
     | DropBatch
     | WriteRollouts

@@ -24,11 +24,14 @@ EVALUATION = "time/val_step"
 SHOWN = (
     ("critic/rewards/mean", "reward", "{:.3f}"),
     ("sft/loss", "loss", "{:.4f}"),
+    ("loss", "loss", "{:.4f}"),
+    ("rewards/accuracies", "accuracy", "{:.3f}"),
+    ("val/rewards/accuracies", "held out", "{:.3f}"),
     ("val/score/mean", "validation", "{:.3f}"),
     ("system/tps", "tokens/s", "{:,.0f}"),
 )
 """Metric, its label and format; metrics not measured yet are omitted, the last evaluation stays visible."""
-SUMMARISED = (*SHOWN[:3], ("val/sampled/score/mean", "sampled", "{:.3f}"))
+SUMMARISED = (*SHOWN[:-1], ("val/sampled/score/mean", "sampled", "{:.3f}"))
 REFRESHES_PER_S = 4  # updates of the bar; each costs the controller half a millisecond
 
 

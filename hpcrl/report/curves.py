@@ -14,6 +14,10 @@ from hpcrl.report.section import ReportSection
 DEFAULTS = (
     "critic/rewards/mean",
     "sft/loss",
+    "loss",
+    "rewards/accuracies",
+    "rewards/margins",
+    "val/rewards/accuracies",
     "val/score/mean",
     "critic/entropy/mean",
     "critic/kl",

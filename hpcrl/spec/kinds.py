@@ -10,7 +10,7 @@ from typing import Any
 from hpcrl.spec.division import Division
 from hpcrl.spec.fields import Section
 from hpcrl.spec.policy_loss import PolicyLoss
-from hpcrl.spec.problems import Problem
+from hpcrl.spec.problems import Path, Problem
 from hpcrl.spec.table import load
 from hpcrl.spec.weight_layout import RequiredSlices, all_weights
 
@@ -103,7 +103,14 @@ class PipelineSpec(Spec):
     """Whether its rows are not prompts but pairs of a chosen and a rejected answer (hpcrl.data.pairs). A pair becomes
     two sequences with one group id, first the chosen one (field `chosen`), on one rank in one micro-batch."""
     objective: str = ""
-    """`module:NAME` of the objective, called without arguments, if the run has no algorithm."""
+    """`module:NAME` of the objective if the run has no algorithm; called with the pipeline's section if it takes an
+    argument."""
+    uses_reference: Callable[[Any], bool] = lambda config: False
+    """Whether it reads the reference's log-probs, if this depends on the configuration (otherwise see `roles`)."""
+    validates_rows: Callable[[Any], bool] = lambda config: False
+    """Whether data.val has rows like data.train, on which it computes its loss, instead of prompts."""
+    unread: Callable[[Any], Iterable[tuple[Path, Path, str]]] = lambda config: ()
+    """(path of a key that it does not read, the key that is the cause, reason)."""
     work: Callable[[Any], str] | None = None
     """The plan's description of a pipeline without steps."""
 
@@ -282,6 +289,26 @@ class AlgorithmSpec(Spec):
     decoupling_eps: Callable[[Any], float | None] = lambda section: None
     """The number added to standard deviations of decoupled rewards (hpcrl.rollout.scheduling.policies), which the
     advantage estimator reads (RewardTable.decoupled); None: it does not read them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairLossSpec(Spec):
+    """A loss of pipeline=dpo. `make(chosen, rejected, section)` gets float32 [P] scores of P pairs and returns the
+    pairs' losses [P] (hpcrl.algorithms.pairs.objective); for `labelled` losses it is `make(ratios, chosen, kl,
+    section)`."""
+
+    keys: tuple[str, ...] = ()
+    """Keys of the section that not all losses read, and this one does."""
+    beta: float = 0.1
+    """Default of `beta`."""
+    sft_weight: float = 0.0
+    """Default of `sft_weight`."""
+    reference: bool = True
+    """Whether scores are ratios to the reference's log-probs."""
+    per_token: bool = False
+    """Whether scores are always means per token."""
+    labelled: bool = False
+    """Whether it is a loss of single answers that are labelled good or bad."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,6 +28,7 @@ ACTIVITIES = {
     "Logprobs": "log-probs",
     "Values": "values",
     "TrainStep": "training",
+    "LossStats": "validation",
     "TrainCritic": "training the critic",
     "UpdateWeights": "weight updates",
     "LoadReference": "updates of the reference",

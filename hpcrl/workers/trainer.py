@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from hpcrl.algorithms.factory import make_algorithm
-from hpcrl.algorithms.interface import AdvantageEstimator, RewardTable
+from hpcrl.algorithms.interface import AdvantageEstimator, Outputs, RewardTable, required
 from hpcrl.algorithms.metrics import advantage_stats, batch_stats, domain_stats
 from hpcrl.comm.data_parallel import DataParallel
 from hpcrl.config import Config
 from hpcrl.data import SFTRows, sft_rows
-from hpcrl.data.answers import TrainedSequence
+from hpcrl.data.answers import TrainedSequence, with_answer_of
 from hpcrl.engines.expert_routes import routes_of
 from hpcrl.engines.train.training_engine import (
     ComputesEntropies,
@@ -36,6 +36,7 @@ from hpcrl.messaging.messages import (
     LoadRollouts,
     LoadRows,
     Logprobs,
+    LossStats,
     TrainStep,
     WriteRollouts,
 )
@@ -69,7 +70,7 @@ class EngineRole:
         self.engine = self._make_engine(worker.model_path)
         check_segments(self.engine, worker.config.by_steps)
         self._ranks = DataParallel(worker.world, self.name, worker.layout.division(self.name))
-        self._rows: Any = None
+        self._rows: dict[str, SFTRows] = {}
 
     def _make_engine(self, model_path: Path) -> TrainEngine:
         return self._make(self._worker.config, model_path)
@@ -90,11 +91,12 @@ class EngineRole:
         return {LoadRollouts: self._load_rollouts, LoadRows: self._load_rows, BroadcastBatch: self._broadcast}
 
     def _load_rows(self, command: LoadRows, seq: int) -> Done:
-        if self._rows is None:
+        if command.split not in self._rows:
             config = self._worker.config
             pairs = config.pipeline_spec.pairs
-            self._rows = sft_rows(config.data, "train", self._worker.tokenizer, config.seed, pairs)
-        self._worker.batches[command.batch] = batch_of_rows(self._rows, command.sequences)
+            self._rows[command.split] = sft_rows(config.data, command.split, self._worker.tokenizer, config.seed, pairs)
+        given = (self._rows[command.split], command.sequences, command.answers, command.max_tokens)
+        self._worker.batches[command.batch] = batch_of_rows(*given)
         return Done(seq)
 
     def _load_rollouts(self, command: LoadRollouts, seq: int) -> Done:
@@ -171,6 +173,7 @@ class TrainerRole(EngineRole):
         return super().handlers() | {
             Advantages: self._advantages,
             TrainStep: self._train_step,
+            LossStats: self._loss_stats,
             WriteRollouts: self._write_rollouts,
             Export: self.export,
         }
@@ -198,6 +201,15 @@ class TrainerRole(EngineRole):
             Norms(command.tokens, command.sequences),
         )
         return Done(seq, stats=stats if self._ranks.holds_outputs else {})
+
+    def _loss_stats(self, command: LossStats, seq: int) -> Done:
+        batch, objective = self._worker.batches[command.batch], self._algorithm.objective
+        if not self._ranks.is_head or not batch.num_sequences:
+            return Done(seq)
+        self._algorithm.take(command.coefficients)
+        outputs = Outputs(required(batch, "old_logprobs", "a loss without a step"))
+        _, stats = objective.loss(outputs, batch, Norms(command.tokens, command.sequences))
+        return Done(seq, stats=stats)
 
     def _write_rollouts(self, command: WriteRollouts, seq: int) -> Done:
         batch = self._worker.batches[command.batch]
@@ -239,11 +251,16 @@ def _gather_rewards(batch: Batch, ranks: DataParallel, domains: dict[str, list[i
     return RewardTable(rewards, groups, ids[order], scores, lengths, truncated, domains, baselines, decoupled)
 
 
-def batch_of_rows(rows: SFTRows, sequences: Sequence[int]) -> Batch:
-    """The batch of these sequences; sequence n belongs to row n // per_row, which is its group."""
+def batch_of_rows(rows: SFTRows, sequences: Sequence[int], answers: Sequence[int] = (), max_tokens: int = 0) -> Batch:
+    """The batch of these sequences; sequence n belongs to row n // per_row, which is its group. With `answers`, each
+    ends with the answer of the sequence given there, cut so that it has at most max_tokens."""
     groups = [sequence // rows.per_row for sequence in sequences]
-    encoded = {row: rows.sequences(row) for row in dict.fromkeys(groups)}
-    samples = [_supervised_sample(n, encoded[row][n % rows.per_row]) for n, row in zip(sequences, groups, strict=True)]
+    encoded = {row: rows.sequences(row) for row in sorted({n // rows.per_row for n in (*sequences, *answers)})}
+    found = {n: encoded[n // rows.per_row][n % rows.per_row] for n in (*sequences, *answers)}
+    chosen = [found[n] for n in sequences]
+    if answers:
+        chosen = [with_answer_of(found[n], found[m], max_tokens) for n, m in zip(sequences, answers, strict=True)]
+    samples = [_supervised_sample(n, sequence) for n, sequence in zip(sequences, chosen, strict=True)]
     batch = batch_from_samples(samples, groups)
     if rows.per_row > 1:
         batch.chosen = torch.tensor([n % rows.per_row == 0 for n in sequences], dtype=torch.bool)
