@@ -1,5 +1,5 @@
-"""A loss on pairs in every training engine: its gradient on two ranks, in several micro-batches, is that of transformers
-for the whole batch; and FSDP2 computes the prompt of a pair once."""
+"""A loss on pairs in every training engine: its gradient on two ranks, in several micro-batches, is that of
+transformers for the whole batch; and FSDP2 computes the prompt of a pair once."""
 
 from __future__ import annotations
 

@@ -67,7 +67,13 @@ def test_the_policy_answers_prompts_of_the_validation_data(tmp_path: Path, words
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": f"digit {i}", "answer": "0"}) + "\n" for i in range(40, 56)))
     more = [f"data.val={prompts}", "dpo.validation=responses", "layout=single", "trainer.lr=5e-3"]
-    more += ["reward.default.name=exact_match", "rollout.max_new_tokens=4", "save_every=0", "dpo.beta=.5", "dpo.sft_weight=1"]
+    more += [
+        "reward.default.name=exact_match",
+        "rollout.max_new_tokens=4",
+        "save_every=0",
+        "dpo.beta=.5",
+        "dpo.sft_weight=1",
+    ]
     start = Start(tmp_path / "run", [*words, *more])
     assert start.wait() == ExitCode.DONE, start.text
     rows = read_metrics(tmp_path / "run")

@@ -44,6 +44,8 @@ RUNNABLE = {
     "agentic_swe",
     "agentic_tool_math",
     "convert",
+    "dpo_tiny",
+    "dpo_7b",
 }
 COMPONENTS = "cluster.components={gpu: {roles: [controller, trainer], ranks_per_node: 2, gpus_per_node: 2, %s}%s}"
 
@@ -173,7 +175,7 @@ def test_every_recipe_has_a_script() -> None:
     rlvr |= {"rlvr_vl_7b", "rlvr_vl_qwen3_8b"}
     worlds = ("sokoban", "vl_sokoban", "frozenlake", "webshop", "alfworld", "swe", "tool_math")
     agentic = {f"agentic_{name}" for name in worlds}
-    assert rlvr | agentic | {"convert"} == RECIPES
+    assert rlvr | agentic | {"convert", "dpo_tiny", "dpo_7b"} == RECIPES
 
 
 @pytest.mark.slow

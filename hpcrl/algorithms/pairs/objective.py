@@ -25,7 +25,7 @@ def make_objective(own: DPOConfig) -> Objective:
     return LabelledObjective(own) if own.spec.labelled else PairObjective(own)
 
 
-class Answers(NamedTuple):
+class AnswerSums(NamedTuple):
     """Float32 [B] of each sequence's trained tokens.
 
     Attributes:
@@ -39,7 +39,7 @@ class Answers(NamedTuple):
     counts: Tensor
 
     @classmethod
-    def of(cls, outputs: Outputs, batch: Batch, with_reference: bool) -> Answers:
+    def of(cls, outputs: Outputs, batch: Batch, with_reference: bool) -> AnswerSums:
         """The sums of a batch. ValueError if its reference log-probs are lacking."""
         rows = batch.row_ids
         zeros = outputs.logprobs.new_zeros(batch.num_sequences)
@@ -64,7 +64,7 @@ class PairObjective(Objective):
     def loss(self, outputs: Outputs, batch: Batch, norms: Norms) -> tuple[Tensor, Stats]:
         """See Objective. ValueError if the sequences of a pair are not adjacent, the chosen one first."""
         _check_pairs(batch)
-        own, answers = self._own, Answers.of(outputs, batch, bool(self.reads))
+        own, answers = self._own, AnswerSums.of(outputs, batch, bool(self.reads))
         ratios = answers.logps - answers.reference
         scores = ratios / answers.counts if own.averages else ratios
         losses: Tensor = self._losses(scores[::2], scores[1::2], own)
@@ -101,7 +101,7 @@ class LabelledObjective(Objective):
 
     def loss(self, outputs: Outputs, batch: Batch, norms: Norms) -> tuple[Tensor, Stats]:
         """See Objective. ValueError without labels."""
-        own, answers = self._own, Answers.of(outputs, batch, True)
+        own, answers = self._own, AnswerSums.of(outputs, batch, True)
         chosen = required(batch, "chosen", f"the loss {own.loss}")
         ratios = answers.logps - answers.reference
         losses: Tensor = self._losses(ratios, chosen, self.coefficients.get(KL, 0.0), own)
