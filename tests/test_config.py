@@ -87,7 +87,8 @@ def test_every_experiment_is_valid_and_sets_no_unused_key(name: str) -> None:
     if config.learns and config.trainer.engine == "fsdp2" and config.model.path is not None:
         # Otherwise a run on GPUs would train one sequence at a time, at a fraction of the speed, with only a warning.
         assert config.trainer.fsdp2.packing == "require"
-    if config.learns and config.trainer.param_dtype == "bfloat16":  # in which trainer and generator differ by rounding
+    generates = config.learns and config.learns_from_rewards
+    if generates and config.trainer.param_dtype == "bfloat16":  # in which trainer and generator differ by rounding
         assert config.algorithm.correction != "none"
         assert config.trainer.head_dtype == config.generator.head_dtype == "float32"
         mixtures = ("-A", "gpt-oss", "GLM-4.5", "DeepSeek-V3")
