@@ -81,7 +81,7 @@ def build(
     fence = functools.partial(check_owner, run_dir, attempt)
     data: Rollouts | StoredRollouts | AnswerRows
     if not config.learns_from_rewards:
-        data = AnswerRows(trainer, config, tokenizer)
+        data = AnswerRows(trainer, config, tokenizer, model_path)
     elif not config.generates:
         data = StoredRollouts(controller, layout, config)
     else:

@@ -84,7 +84,7 @@ def prepare(argv: Sequence[str]) -> tuple[Config, RoleLayout, ModelFolder | None
 
 def _check_inputs(reading: LoadedConfig, config: Config, layout: RoleLayout | None) -> ShownRows:
     """Checks prompt files, rewards and stored rollouts; returns the plan's summary. `layout` is None if impossible."""
-    from hpcrl.data import check_answers, check_shares, parse_pair, parse_row, read_splits
+    from hpcrl.data import READERS, check_answers, check_shares, read_splits
     from hpcrl.envs.factory import validate_envs
     from hpcrl.launch.data_summary import (
         check_media,
@@ -104,7 +104,6 @@ def _check_inputs(reading: LoadedConfig, config: Config, layout: RoleLayout | No
     if config.debug != "train_only" or config.evaluates:
         template = _check_template(reading, config)
         checks = row_checks(config, template)
-        read_train = parse_pair if config.pipeline_spec.pairs else parse_row
         vision, unusable = None, False
         try:
             vision = find_vision(config)
@@ -113,7 +112,8 @@ def _check_inputs(reading: LoadedConfig, config: Config, layout: RoleLayout | No
             unusable = True
             reading.add([Problem((), str(error), (("model", "path"), ("data", "max_pixels")))])
         seeing = image_checks(config, vision, template, checks, vision_of_judge(config))
-        rows, wrong = read_splits(config.data, config.seed, seeing or checks, read_train)
+        drops = not config.learns_from_rewards and config.data.unusable_rows == "drop"
+        rows, wrong = read_splits(config.data, config.seed, seeing or checks, READERS[config.row_kind], drops)
         wrong += check_own_variables(config, rows)
         wrong += check_media(config, rows, vision) if not unusable else []
         if config.learns_from_rewards:

@@ -91,9 +91,9 @@ class EngineRole:
 
     def _load_rows(self, command: LoadRows, seq: int) -> Done:
         if self._rows is None:
-            config = self._worker.config
-            pairs = config.pipeline_spec.pairs
-            self._rows = sft_rows(config.data, "train", self._worker.tokenizer, config.seed, pairs)
+            config, worker = self._worker.config, self._worker
+            kind, model = config.row_kind, worker.model_path
+            self._rows = sft_rows(config.data, "train", worker.tokenizer, config.seed, kind, model)
         self._worker.batches[command.batch] = batch_of_rows(self._rows, command.sequences)
         return Done(seq)
 
@@ -242,11 +242,12 @@ def _gather_rewards(batch: Batch, ranks: DataParallel, domains: dict[str, list[i
 def batch_of_rows(rows: SFTRows, sequences: Sequence[int]) -> Batch:
     """The batch of these sequences; sequence n belongs to row n // per_row, which is its group."""
     groups = [sequence // rows.per_row for sequence in sequences]
-    encoded = {row: rows.sequences(row) for row in dict.fromkeys(groups)}
-    samples = [_supervised_sample(n, encoded[row][n % rows.per_row]) for n, row in zip(sequences, groups, strict=True)]
+    encoded = {row: rows.encode(row) for row in dict.fromkeys(groups)}
+    parts = [(encoded[row], n % rows.per_row) for n, row in zip(sequences, groups, strict=True)]
+    samples = [_supervised_sample(n, row.sequences[k]) for n, (row, k) in zip(sequences, parts, strict=True)]
     batch = batch_from_samples(samples, groups)
-    if rows.per_row > 1:
-        batch.chosen = torch.tensor([n % rows.per_row == 0 for n in sequences], dtype=torch.bool)
+    if rows.kind != "answers":
+        batch.chosen = torch.tensor([row.chosen[k] for row, k in parts], dtype=torch.bool)
     return batch
 
 
