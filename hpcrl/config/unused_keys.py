@@ -151,6 +151,8 @@ def _unread_models(config: Config) -> Iterator[tuple[Path, Path, str]]:
     if not config.uses_reference:
         lacks = "has no KL term (kl_loss_coef, kl_reward_coef)" if cause == "algorithm" else "has no reference"
         yield ("reference",), (cause,), f"{name} {lacks}"
+    elif config.learns_from_rewards:
+        yield ("reference", "cache"), ("pipeline",), f"every step of the {config.pipeline} pipeline has new responses"
     if not config.uses_critic:
         yield ("critic",), (cause,), f"{name} has no critic"
     else:

@@ -44,11 +44,28 @@ class AnswerRows:
         for problem in rows.left_out:
             logger.warning("left out: %s", problem)
 
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps that draw every row."""
+        return -(-len(self._rows) // self._batch_size)
+
+    @property
+    def max_tokens(self) -> int | None:
+        """Maximum tokens of a sequence."""
+        return self._rows.limit.max_tokens
+
+    def first_sequences(self, step: int) -> list[int]:
+        """The first sequence of each row that a step draws, including rows that it will skip."""
+        return [row * self._rows.per_row for row in self._drawn(step)]
+
+    def _drawn(self, step: int) -> list[int]:
+        num_rows = len(self._rows)
+        draws = range((step - 1) * self._batch_size, step * self._batch_size)
+        return sorted({int(self._order(draw // num_rows)[draw % num_rows]) for draw in draws})
+
     def next(self, step: int) -> BatchHandle:
         """This step's batch, on the trainer ranks. ValueError if none of its rows is usable."""
-        rows = self._rows
-        draws = range((step - 1) * self._batch_size, step * self._batch_size)
-        drawn = sorted({int(self._order(draw // len(rows))[draw % len(rows)]) for draw in draws})
+        rows, drawn = self._rows, self._drawn(step)
         sizes: dict[int, Sizes] = {}
         num_used = num_long = num_cut = 0
         for row in drawn:

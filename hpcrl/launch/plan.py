@@ -98,6 +98,8 @@ def _inputs(
         yield from [("", text)] if text else []
     if layout.ranks["reference"] and config.reference.path is not None:
         yield "", f"reference {_folder(config.reference.path)}, frozen"
+    if config.uses_reference and config.reference.cache is not None:
+        yield "", f"log-probs of the reference, computed once before the first step, in {config.reference.cache}"
     yield from _engines(config)
     if not config.generates and config.learns_from_rewards:
         yield "data", f"train rollouts of {config.load_rollouts}"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -199,7 +200,11 @@ def _check_model(reading: LoadedConfig, config: Config) -> ModelFolder | None:
 
 
 def _check_reference(reading: LoadedConfig, config: Config, policy: ModelFolder | None) -> Config:
-    """The configuration with the folder of reference.path in place of a hub name."""
+    """The configuration with the folder of reference.path in place of a hub name, and reference.cache absolute."""
+    if config.uses_reference and config.reference.cache is not None:
+        cache = Path(config.reference.cache).expanduser().absolute()
+        reading.add(list(_check_cache(cache)))
+        config = config.model_copy(update={"reference": config.reference.model_copy(update={"cache": str(cache)})})
     if not config.uses_reference or config.reference.path is None:
         return config
     key = ("reference", "path")
@@ -258,6 +263,14 @@ def _check_reward_model(reading: LoadedConfig, config: Config) -> Config:
         problems.append(Problem(at, f"reward_model.max_tokens: {text}", (("reward_model", "path"),)))
     reading.add(problems)
     return config.model_copy(update={"reward_model": own.model_copy(update={"path": path})})
+
+
+def _check_cache(cache: Path) -> Iterator[Problem]:
+    """Why log-probs cannot be stored in this folder, which need not exist yet."""
+    there = next(path for path in (cache, *cache.parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        why = "is not a folder" if not there.is_dir() else "is not writable"
+        yield Problem(("reference", "cache"), f"reference.cache: {there} {why}; give a folder for stored log-probs")
 
 
 def _look_into(

@@ -236,6 +236,22 @@ class Logprobs(Message):
     micro_batches: list[list[int]]
 
 
+class StoreLogprobs(Message):
+    """Write the trained tokens' values of the batch's field as a part of this folder (hpcrl.data.stored_logprobs)."""
+
+    batch: int
+    field: str
+    folder: str
+
+
+class ReadLogprobs(Message):
+    """Fill the batch's field from this folder (hpcrl.data.stored_logprobs)."""
+
+    batch: int
+    into: str
+    folder: str
+
+
 class Values(Message):
     """Fill the batch's field `values` with the critic's values."""
 
@@ -361,6 +377,10 @@ class LoadReference(Message):
     folder: str
 
 
+class ReleaseReference(Message):
+    """Free the reference's engine, which gets no further command."""
+
+
 class Export(Message):
     """Write the policy in HF layout."""
 
@@ -396,6 +416,8 @@ Command = (
     | LoadRows
     | LoadRollouts
     | Logprobs
+    | StoreLogprobs
+    | ReadLogprobs
     | Values
     | SendTokens
     | SetSampleWeights
@@ -412,6 +434,7 @@ Command = (
     | FinishCheck
     | LoadState
     | LoadReference
+    | ReleaseReference
     | Export
     | ExportCritic
 )

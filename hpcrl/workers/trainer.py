@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,6 +19,7 @@ from hpcrl.comm.data_parallel import DataParallel
 from hpcrl.config import Config
 from hpcrl.data import SFTRows, sft_rows
 from hpcrl.data.answers import TrainedSequence
+from hpcrl.data.stored_logprobs import StoredLogprobs, write_part
 from hpcrl.engines.expert_routes import routes_of
 from hpcrl.engines.train.training_engine import (
     ComputesEntropies,
@@ -36,6 +38,9 @@ from hpcrl.messaging.messages import (
     LoadRollouts,
     LoadRows,
     Logprobs,
+    ReadLogprobs,
+    ReleaseReference,
+    StoreLogprobs,
     TrainStep,
     WriteRollouts,
 )
@@ -149,7 +154,12 @@ class ReferenceRole(EngineRole):
         return self._make(own, Path(self._worker.config.reference.path or model_path))
 
     def handlers(self) -> dict[type, Callable[[Any, int], Any]]:
-        return super().handlers() | {LoadReference: self._load_reference}
+        return super().handlers() | {LoadReference: self._load_reference, ReleaseReference: self._release}
+
+    def _release(self, command: ReleaseReference, seq: int) -> Done:
+        del self.engine
+        gc.collect()
+        return Done(seq)
 
     def _load_reference(self, command: LoadReference, seq: int) -> Done:
         del self.engine
@@ -165,6 +175,7 @@ class TrainerRole(EngineRole):
 
     def __init__(self, worker: Rank):
         super().__init__(worker)
+        self._stored: StoredLogprobs | None = None
         check_objective(self.engine, self._algorithm.objective)
 
     def handlers(self) -> dict[type, Callable[[Any, int], Any]]:
@@ -172,8 +183,37 @@ class TrainerRole(EngineRole):
             Advantages: self._advantages,
             TrainStep: self._train_step,
             WriteRollouts: self._write_rollouts,
+            StoreLogprobs: self._store_logprobs,
+            ReadLogprobs: self._read_logprobs,
             Export: self.export,
         }
+
+    def _store_logprobs(self, command: StoreLogprobs, seq: int) -> Done:
+        batch = self._worker.batches[command.batch]
+        fields = getattr(batch, command.field), batch.loss_mask, batch.cu_seqlens
+        values, mask, starts = (field.numpy() for field in fields)
+        rows = [values[first:end][mask[first:end]] for first, end in pairwise(starts.tolist())]
+        write_part(Path(command.folder), command.batch, self._worker.world.rank, batch.sample_ids.tolist(), rows)
+        return Done(seq)
+
+    def _read_logprobs(self, command: ReadLogprobs, seq: int) -> Done:
+        batch, folder = self._worker.batches[command.batch], Path(command.folder)
+        if self._stored is None:
+            self._stored = StoredLogprobs(folder)
+        sizes = torch.zeros(batch.num_sequences, dtype=torch.int64).index_add(0, batch.row_ids, batch.loss_mask.long())
+        try:
+            rows = [self._stored.values(sequence) for sequence in batch.sample_ids.tolist()]
+        except KeyError as error:
+            rows = []
+            if len(sizes):
+                raise ValueError(f"{folder} lacks the log-probs of sequence {error}: another run changed it") from error
+        if list(map(len, rows)) != sizes.tolist():
+            raise ValueError(f"{folder} has log-probs of other rows; remove it, and start again")
+        values = torch.zeros(batch.num_tokens)
+        if rows:
+            values[batch.loss_mask] = torch.from_numpy(np.concatenate(rows))
+        setattr(batch, command.into, values)
+        return Done(seq)
 
     def _advantages(self, command: Advantages, seq: int) -> Done:
         batch, estimator = self._worker.batches[command.batch], self._algorithm.estimator
