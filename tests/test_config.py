@@ -680,6 +680,12 @@ def test_the_default_limit_of_groups_equals_the_schedulers() -> None:
             ["debug=rollout_only", "trainer.router_replay=true"],
             "trainer.router_replay: not read here, debug=rollout_only trains no model on rollouts",
         ),
+        (["data.label_key=score"], "data.label_key: not read here, the rlvr pipeline does not learn from answers"),
+        (["data.unusable_rows=drop"], "data.unusable_rows: not read here, the rlvr pipeline does not learn from"),
+        (
+            ["pipeline=sft", "data.chosen_key=a"],
+            "data.chosen_key: not read here, the rows of the sft pipeline are answers",
+        ),
         (["pipeline=sft", "rollout.group_size=4"], "rollout.group_size: not read here, the sft pipeline generates"),
         (
             ["algorithm=reinforce", "algorithm.std_normalize=true"],

@@ -25,7 +25,7 @@ from hpcrl.config.rollout import EvalConfig, RolloutConfig
 from hpcrl.config.scalar_heads import CriticConfig, RewardModelConfig
 from hpcrl.config.untrained import as_untrained
 from hpcrl.spec.fields import NUMBER, Natural, Positive, Seconds, Section, Seed
-from hpcrl.spec.kinds import AlgorithmSpec, PipelineSpec
+from hpcrl.spec.kinds import AlgorithmSpec, PipelineSpec, RowKind
 from hpcrl.spec.policy_loss import SURROGATE_KEYS, PolicyLoss
 from hpcrl.spec.tables import ALGORITHMS, PIPELINES, REWARDS, TRACKERS
 
@@ -228,6 +228,11 @@ class Config(Section):
     def pipeline_spec(self) -> PipelineSpec:
         """The specification of the pipeline."""
         return PIPELINES[self.pipeline]
+
+    @property
+    def row_kind(self) -> RowKind:
+        """What the rows of data.train have, in a pipeline that does not learn from rewards."""
+        return self.pipeline_spec.row_kind(self)
 
     @property
     def algorithm_spec(self) -> AlgorithmSpec:

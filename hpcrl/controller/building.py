@@ -20,6 +20,7 @@ from hpcrl.controller.debug import FixedWeights, IdleTrainer, StoredRollouts
 from hpcrl.controller.evaluation import Evaluation
 from hpcrl.controller.generation import replica_capacity
 from hpcrl.controller.profiles import StepProfiler
+from hpcrl.controller.reference_cache import CachedReference
 from hpcrl.controller.reference_client import Reference
 from hpcrl.controller.rollouts import Rollouts
 from hpcrl.controller.supervised import AnswerRows
@@ -81,7 +82,7 @@ def build(
     fence = functools.partial(check_owner, run_dir, attempt)
     data: Rollouts | StoredRollouts | AnswerRows
     if not config.learns_from_rewards:
-        data = AnswerRows(trainer, config, tokenizer)
+        data = AnswerRows(trainer, config, tokenizer, model_path)
     elif not config.generates:
         data = StoredRollouts(controller, layout, config)
     else:
@@ -89,6 +90,8 @@ def build(
         data = _make_rollouts(loop, transfer_group, layout, config, tokenizer, run_dir, fence)
     evaluation = Evaluation(loop, controller, layout, config, tokenizer, run_dir) if loop is not None else None
     reference = Reference(controller, layout, config, run_dir)
+    if isinstance(data, AnswerRows) and config.uses_reference and config.reference.cache is not None:
+        reference = CachedReference(controller, layout, config, run_dir, trainer, data, model_path)
     checkpoint = Checkpoints(controller, layout, config, run_dir, attempt, data, [trainer, reference])
     first_step = checkpoint.restore()
     background.check(checkpoint.commit_if_written)

@@ -5,15 +5,16 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
-from hpcrl.algorithms.pairs.objective import CHOSEN_TOKENS
 from hpcrl.config import Config
 from hpcrl.controller.batches import BatchHandle
 from hpcrl.controller.clients import Trainer
 from hpcrl.data import SFTRows, epoch_order, sft_rows
 from hpcrl.data.answers import TrainedSequence, with_answer_of
 from hpcrl.data.files import BadRow
+from hpcrl.data.row_lengths import TooLong
 from hpcrl.data.tasks import Split
 from hpcrl.metrics.stats import Stats, scalar
 from hpcrl.rollout.types import Sizes
@@ -28,36 +29,63 @@ MAX_NAMED = 10
 
 class AnswerRows:
     """Rows of the training data, in a different order each epoch; the step determines its rows. Rows that prove
-    unusable only when tokenized are skipped: their steps have fewer rows. Sequence n belongs to row n // per_row
-    (hpcrl.data.answers); all sequences of a row are in one micro-batch."""
+    unusable or too long only when tokenized are skipped: their steps have fewer rows. Sequence n belongs to row
+    n // per_row (hpcrl.data.answers); both sequences of a pair are in one micro-batch.
 
-    def __init__(self, trainer: Trainer, config: Config, tokenizer: Any):
+    Args:
+        model: The model's folder, whose context limits the rows.
+    """
+
+    def __init__(self, trainer: Trainer, config: Config, tokenizer: Any, model: Path | None = None):
         assert config.pipeline_spec.batch_size is not None, "a pipeline without prompts has rows"
         self._trainer, self._batch_size = trainer, config.pipeline_spec.batch_size(config)
-        pairs = config.pipeline_spec.pairs
-        self._rows = rows = sft_rows(config.data, "train", tokenizer, config.seed, pairs)
+        self._rows = rows = sft_rows(config.data, "train", tokenizer, config.seed, config.row_kind, model)
         self._order = functools.lru_cache(2)(lambda epoch: epoch_order(config.seed, "sft", epoch, len(rows)))
-        held_out = config.validates_rows
-        self._held_out = sft_rows(config.data, "val", tokenizer, config.seed, pairs) if held_out else None
+        given = (tokenizer, config.seed, config.row_kind, model)
+        self._held_out = sft_rows(config.data, "val", *given) if config.validates_rows else None
         self._num_held_out = config.eval.num_prompts
         self._skipped: dict[tuple[str, int], str] = {}
+        self._cut: set[tuple[str, int]] = set()
         self.stats: Stats = {}
+        if rows.num_left_out:
+            logger.warning("%d rows of data.train are left out (data.unusable_rows=drop)", rows.num_left_out)
+        for problem in rows.left_out:
+            logger.warning("left out: %s", problem)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps that draw every row."""
+        return -(-len(self._rows) // self._batch_size)
+
+    @property
+    def max_tokens(self) -> int | None:
+        """Maximum tokens of a sequence."""
+        return self._rows.limit.max_tokens
+
+    def first_sequences(self, step: int) -> list[int]:
+        """The first sequence of each row that a step draws, including rows that it will skip."""
+        return [row * self._rows.per_row for row in self._drawn(step)]
+
+    def _drawn(self, step: int) -> list[int]:
+        num_rows = len(self._rows)
+        draws = range((step - 1) * self._batch_size, step * self._batch_size)
+        return sorted({int(self._order(draw // num_rows)[draw % num_rows]) for draw in draws})
 
     def next(self, step: int) -> BatchHandle:
         """This step's batch, on the trainer ranks. ValueError if none of its rows is usable."""
-        rows = self._rows
-        draws = range((step - 1) * self._batch_size, step * self._batch_size)
-        drawn = sorted({int(self._order(draw // len(rows))[draw % len(rows)]) for draw in draws})
-        sizes = self._sizes(rows, "train", drawn)
+        rows, drawn = self._rows, self._drawn(step)
+        sizes, num_used, num_long, num_cut = self._sizes(rows, "train", drawn)
         if not sizes:
             why = self._skipped["train", drawn[0]]
             raise ValueError(f"step {step}: none of its {len(drawn)} rows can be learned from; {why}")
         self.stats = {
             "_tokens": scalar(sum(size.total for size in sizes.values())),
             "_samples": scalar(len(sizes)),
-            "rows/skipped": scalar(len(drawn) - len(sizes) // rows.per_row),
+            "rows/skipped": scalar(len(drawn) - num_used),
+            "rows/too_long": scalar(num_long),
+            "rows/cut": scalar(num_cut),
         }
-        return self._load(step, step, "train", sizes)
+        return self._trainer.load_rows(step, list(sizes), list(sizes.values()), self._together(sizes))
 
     def held_out(self, step: int) -> BatchHandle | None:
         """The first eval.num_prompts rows of data.val, on the trainer ranks; None if the run computes no loss on them.
@@ -66,55 +94,68 @@ class AnswerRows:
         if rows is None:
             return None
         chosen = range(min(self._num_held_out, len(rows)))
-        if not (sizes := self._sizes(rows, "val", chosen)):
+        sizes, *_ = self._sizes(rows, "val", chosen)
+        if not sizes:
             raise ValueError(f"none of {len(chosen)} rows of data.val can be used; {self._skipped['val', 0]}")
-        return self._load(step, HELD_OUT, "val", sizes)
+        given = (step, list(sizes), list(sizes.values()), self._together(sizes))
+        return self._trainer.load_rows(*given, batch=HELD_OUT, split="val")
 
     def mixed(self, batch: BatchHandle) -> BatchHandle:
-        """The prompts of a batch of this object, each with the answer of the row before it, as a batch on the trainer
+        """The prompts of a batch of this object, each with an answer of the row before it, as a batch on the trainer
         ranks; the first row's prompt gets the last row's answer."""
         split: Split = "val" if batch.id == HELD_OUT else "train"
         rows = self._held_out if batch.id == HELD_OUT else self._rows
         assert rows is not None, "a batch of held-out rows has been loaded"
-        given = batch.samples
-        answers = dict(zip(given, given[-rows.per_row :] + given[: -rows.per_row], strict=True))
-        found = {row: rows.sequences(row) for row in {sequence // rows.per_row for sequence in given}}
+        by_row: dict[int, list[int]] = {}
+        for sequence in batch.samples:
+            by_row.setdefault(sequence // rows.per_row, []).append(sequence)
+        found = {row: rows.sequences(row) for row in by_row}
         most = max(size.total for size in batch.sizes.values())
-        sizes = {}
-        for n, other in answers.items():
-            asked, answered = (found[number // rows.per_row][number % rows.per_row] for number in (n, other))
-            sizes[n] = _sizes_of(with_answer_of(asked, answered, most))
-        return self._load(batch.step, MIXED, split, sizes, answers)
+        answers, sizes, before = {}, {}, list(by_row)[-1]
+        for row, sequences in by_row.items():
+            for place, sequence in enumerate(sequences):
+                other = by_row[before][place % len(by_row[before])]
+                asked, answered = found[row][sequence % rows.per_row], found[before][other % rows.per_row]
+                answers[sequence], sizes[sequence] = other, _sizes_of(with_answer_of(asked, answered, most))
+            before = row
+        given = (batch.step, list(sizes), list(sizes.values()), self._together(sizes))
+        return self._trainer.load_rows(*given, batch=MIXED, split=split, answers=answers)
 
-    def _load(
-        self, step: int, batch: int, split: Split, sizes: dict[int, Sizes], answers: dict[int, int] | None = None
-    ) -> BatchHandle:
-        per_row = self._rows.per_row
-        together = {sequence: sequence // per_row for sequence in sizes} if per_row > 1 else {}
-        given = (step, list(sizes), list(sizes.values()), together)
-        handle = self._trainer.load_rows(*given, batch=batch, split=split, answers=answers)
-        if per_row > 1:
-            chosen = sum(size.model for sequence, size in sizes.items() if sequence % per_row == 0)
-            handle.coefficients[CHOSEN_TOKENS] = float(chosen)
-        return handle
+    def _together(self, sizes: dict[int, Sizes]) -> dict[int, int]:
+        """What must stay in one micro-batch."""
+        per_row, is_pairs = self._rows.per_row, self._rows.kind == "pairs"
+        return {sequence: sequence // per_row for sequence in sizes} if is_pairs else {}
 
-    def _sizes(self, rows: SFTRows, split: str, chosen: Iterable[int]) -> dict[int, Sizes]:
-        """The sizes of all sequences of the usable rows among these."""
+    def _sizes(self, rows: SFTRows, split: str, drawn: Iterable[int]) -> tuple[dict[int, Sizes], int, int, int]:
+        """The sizes of all sequences of the usable rows among these, and the numbers of rows that are used, that are
+        too long, and that are cut."""
         sizes: dict[int, Sizes] = {}
-        for row in chosen:
+        num_used = num_long = num_cut = 0
+        for row in drawn:
             try:
-                sequences = rows.sequences(row)
+                sequences, _, tokens_cut = rows.encode(row)
             except BadRow as error:
+                num_long += isinstance(error, TooLong)
                 self._skip(split, row, str(error))
             else:
+                num_used, num_cut = num_used + 1, num_cut + (tokens_cut > 0)
+                self._note_cut(rows, split, row, tokens_cut)
                 sizes |= {row * rows.per_row + n: _sizes_of(sequence) for n, sequence in enumerate(sequences)}
-        return sizes
+        return sizes, num_used, num_long, num_cut
 
     def _skip(self, split: str, row: int, why: str) -> None:
         """Warn once about a row that is skipped."""
         if (split, row) not in self._skipped and len(self._skipped) < MAX_NAMED:
             logger.warning("%s; the row is skipped (counted in rows/skipped)", why)
         self._skipped[split, row] = why
+
+    def _note_cut(self, rows: SFTRows, split: str, row: int, num_tokens: int) -> None:
+        """Warn once about a row of which tokens are cut."""
+        if num_tokens and (split, row) not in self._cut:
+            if len(self._cut) < MAX_NAMED:
+                text = "%s: %d tokens over %s are cut (data.overlong_sequences; counted in rows/cut)"
+                logger.warning(text, rows.where(row), num_tokens, rows.limit.key)
+            self._cut.add((split, row))
 
     def state_dict(self) -> dict[str, Any]:
         return self._rows.state_dict()

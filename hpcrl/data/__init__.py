@@ -1,17 +1,17 @@
 """Prompts: sources, reading of rows, order of drawing. Does not import torch."""
 
 from hpcrl.data.answers import SFTRows, sft_rows
-from hpcrl.data.pairs import parse_pair
+from hpcrl.data.row_kinds import READERS
 from hpcrl.data.rows import check_answers, check_shares, parse_row, read_splits
 from hpcrl.data.source import PromptSource, epoch_order
 
 __all__ = [
+    "READERS",
     "PromptSource",
     "SFTRows",
     "check_answers",
     "check_shares",
     "epoch_order",
-    "parse_pair",
     "parse_row",
     "read_splits",
     "sft_rows",

@@ -250,6 +250,9 @@ def show_rows(
     if check is not None and check.skipped[0]:
         count, where = check.skipped
         shown.notes.append(f"{where}: {REWRITES}; {count} rows of data.train are skipped for this reason")
+    if train is not None and train.num_left_out:
+        done = "rows of data.train are left out (data.unusable_rows=drop), the first of them:"
+        shown.notes += [f"{train.num_left_out} of {len(train)} {done}", *train.left_out]
     if train is not None and not (train.unlearnable and not config.learns_from_rewards):
         shown.examples += _examples(config, template, train)
     return shown
@@ -257,7 +260,7 @@ def show_rows(
 
 def _examples(config: Config, template: FolderTemplate, rows: RowSet) -> Iterator[tuple[str, str]]:
     """The first row of data.train as text: the prompt, and the answer that is trained on."""
-    row = rows.row(0)
+    row = rows.row(rows.first_usable)
     if config.env_of(row.domain) is not None:
         return  # the environment may change the first prompt
     try:
@@ -267,7 +270,8 @@ def _examples(config: Config, template: FolderTemplate, rows: RowSet) -> Iterato
             *_, (learned, _) = pieces = list(turns_of(template, row))
             yield "example", _quoted("".join(text for text, _ in pieces[:-1]))
             if row.rejected is None:
-                yield "", f"trained on: {_quoted(learned)}"
+                said = {None: "trained on", True: "trained on, as good", False: "trained on, as bad"}[row.label]
+                yield "", f"{said}: {_quoted(learned)}"
             else:
                 yield "", f"chosen: {_quoted(learned)}"
                 yield "", f"rejected: {_quoted(list(turns_of(template, row.rejected))[-1][0])}"

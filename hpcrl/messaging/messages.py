@@ -240,6 +240,22 @@ class Logprobs(Message):
     micro_batches: list[list[int]]
 
 
+class StoreLogprobs(Message):
+    """Write the trained tokens' values of the batch's field as a part of this folder (hpcrl.data.stored_logprobs)."""
+
+    batch: int
+    field: str
+    folder: str
+
+
+class ReadLogprobs(Message):
+    """Fill the batch's field from this folder (hpcrl.data.stored_logprobs)."""
+
+    batch: int
+    into: str
+    folder: str
+
+
 class Values(Message):
     """Fill the batch's field `values` with the critic's values."""
 
@@ -375,6 +391,10 @@ class LoadReference(Message):
     folder: str
 
 
+class ReleaseReference(Message):
+    """Free the reference's engine, which gets no further command."""
+
+
 class Export(Message):
     """Write the policy in HF layout."""
 
@@ -410,6 +430,8 @@ Command = (
     | LoadRows
     | LoadRollouts
     | Logprobs
+    | StoreLogprobs
+    | ReadLogprobs
     | Values
     | SendTokens
     | SetSampleWeights
@@ -427,6 +449,7 @@ Command = (
     | FinishCheck
     | LoadState
     | LoadReference
+    | ReleaseReference
     | Export
     | ExportCritic
 )

@@ -21,6 +21,14 @@ def _check(config: Any) -> Iterator[Problem]:
     if own.spec.labelled and own.batch_size < 2:
         text = f"dpo.batch_size: {own.batch_size}, but the KL term of {own.loss} pairs each prompt with the answer of "
         yield Problem(("dpo", "batch_size"), f"{text}another row; use at least 2", (("dpo", "loss"),))
+    if own.uses_reference and config.reference.cache is not None:
+        path, text = ("reference", "cache"), "reference.cache: it has the log-probs of the rows of data.train, and "
+        if own.spec.labelled:
+            text += f"the KL term of {own.loss} reads those of other prompts and answers; use null"
+            yield Problem(path, text, (("dpo", "loss"),))
+        elif config.validates_rows:
+            text += "held-out pairs need the reference as well; use null, data.val=null or dpo.validation=responses"
+            yield Problem(path, text, (("data", "val"), ("dpo", "validation")))
 
 
 def _unread(config: Any) -> Iterator[tuple[Path, Path, str]]:
@@ -45,7 +53,7 @@ SPEC = PipelineSpec(
     check=_check,
     unread=_unread,
     learns_from_rewards=False,
-    pairs=True,
+    rows=lambda config: "labelled" if config.section(DPOConfig).spec.labelled else "pairs",
     objective="hpcrl.algorithms.pairs.objective:make_objective",
     batch_size=lambda config: config.section(DPOConfig).batch_size,
     uses_reference=lambda config: config.section(DPOConfig).uses_reference,
@@ -77,7 +85,10 @@ def _prepare(run: Run, batch: BatchHandle, labelled: bool) -> Stats:
     """Fill what the loss reads. The KL term of a labelled loss is the mean log-ratio of prompts with answers of other
     rows, at least 0."""
     stats = run.reference.logprobs(batch, into="ref_logprobs")
-    if labelled:
+    if not labelled:
+        chosen = (size.model for sequence, size in batch.sizes.items() if sequence % 2 == 0)
+        batch.coefficients["_chosen_tokens"] = float(sum(chosen))
+    else:
         mixed = run.rows.mixed(batch)
         run.reference.logprobs(mixed, into="ref_logprobs")
         ratio = run.trainer.loss_stats(mixed)["_log_ratio"]

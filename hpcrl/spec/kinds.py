@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Literal
 
 from hpcrl.spec.division import Division
 from hpcrl.spec.fields import Section
@@ -15,6 +15,8 @@ from hpcrl.spec.table import load
 from hpcrl.spec.weight_layout import RequiredSlices, all_weights
 
 Check = Callable[[Any], Iterable[Problem]]
+RowKind = Literal["answers", "pairs", "labelled"]
+"""What the rows of a pipeline that does not learn from rewards have (docs/data.md)."""
 
 
 def _nothing(config: Any) -> Iterable[Problem]:
@@ -99,9 +101,11 @@ class PipelineSpec(Spec):
     """`inspect(config, resumes)`: problems of the files that it reads and writes, found before anything starts."""
     batch_size: Callable[[Any], int] | None = None
     """Rows of a step, if the rows are not prompts with groups of responses."""
-    pairs: bool = False
-    """Whether its rows are not prompts but pairs of a chosen and a rejected answer (hpcrl.data.pairs). A pair becomes
-    two sequences with one group id, first the chosen one (field `chosen`), on one rank in one micro-batch."""
+    rows: RowKind | Callable[[Any], RowKind] = "answers"
+    """What its rows have, if it does not learn from rewards, or a function of the configuration that says it: answers;
+    pairs of a chosen and a rejected answer (hpcrl.data.pairs), which become two sequences with one group id, first the
+    chosen one (field `chosen`), on one rank in one micro-batch; or answers with a label (hpcrl.data.labelled), which
+    becomes the field `chosen`. A function must need only the pipeline's own section."""
     objective: str = ""
     """`module:NAME` of the objective if the run has no algorithm; called with the pipeline's section if it takes an
     argument."""
@@ -113,6 +117,10 @@ class PipelineSpec(Spec):
     """(path of a key that it does not read, the key that is the cause, reason)."""
     work: Callable[[Any], str] | None = None
     """The plan's description of a pipeline without steps."""
+
+    def row_kind(self, config: Any) -> RowKind:
+        """What the rows of this configuration have."""
+        return self.rows if isinstance(self.rows, str) else self.rows(config)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,6 +19,7 @@ from hpcrl.comm.data_parallel import DataParallel
 from hpcrl.config import Config
 from hpcrl.data import SFTRows, sft_rows
 from hpcrl.data.answers import TrainedSequence, with_answer_of
+from hpcrl.data.stored_logprobs import StoredLogprobs, write_part
 from hpcrl.engines.expert_routes import routes_of
 from hpcrl.engines.train.training_engine import (
     ComputesEntropies,
@@ -37,6 +39,9 @@ from hpcrl.messaging.messages import (
     LoadRows,
     Logprobs,
     LossStats,
+    ReadLogprobs,
+    ReleaseReference,
+    StoreLogprobs,
     TrainStep,
     WriteRollouts,
 )
@@ -92,11 +97,12 @@ class EngineRole:
 
     def _load_rows(self, command: LoadRows, seq: int) -> Done:
         if command.split not in self._rows:
-            config = self._worker.config
-            pairs = config.pipeline_spec.pairs
-            self._rows[command.split] = sft_rows(config.data, command.split, self._worker.tokenizer, config.seed, pairs)
-        given = (self._rows[command.split], command.sequences, command.answers, command.max_tokens)
-        self._worker.batches[command.batch] = batch_of_rows(*given)
+            config, worker = self._worker.config, self._worker
+            given = (worker.tokenizer, config.seed, config.row_kind, worker.model_path)
+            self._rows[command.split] = sft_rows(config.data, command.split, *given)
+        rows = self._rows[command.split]
+        batch = batch_of_rows(rows, command.sequences, command.answers, command.max_tokens)
+        self._worker.batches[command.batch] = batch
         return Done(seq)
 
     def _load_rollouts(self, command: LoadRollouts, seq: int) -> Done:
@@ -151,7 +157,12 @@ class ReferenceRole(EngineRole):
         return self._make(own, Path(self._worker.config.reference.path or model_path))
 
     def handlers(self) -> dict[type, Callable[[Any, int], Any]]:
-        return super().handlers() | {LoadReference: self._load_reference}
+        return super().handlers() | {LoadReference: self._load_reference, ReleaseReference: self._release}
+
+    def _release(self, command: ReleaseReference, seq: int) -> Done:
+        del self.engine
+        gc.collect()
+        return Done(seq)
 
     def _load_reference(self, command: LoadReference, seq: int) -> Done:
         del self.engine
@@ -167,6 +178,7 @@ class TrainerRole(EngineRole):
 
     def __init__(self, worker: Rank):
         super().__init__(worker)
+        self._stored: StoredLogprobs | None = None
         check_objective(self.engine, self._algorithm.objective)
 
     def handlers(self) -> dict[type, Callable[[Any, int], Any]]:
@@ -175,8 +187,37 @@ class TrainerRole(EngineRole):
             TrainStep: self._train_step,
             LossStats: self._loss_stats,
             WriteRollouts: self._write_rollouts,
+            StoreLogprobs: self._store_logprobs,
+            ReadLogprobs: self._read_logprobs,
             Export: self.export,
         }
+
+    def _store_logprobs(self, command: StoreLogprobs, seq: int) -> Done:
+        batch = self._worker.batches[command.batch]
+        fields = getattr(batch, command.field), batch.loss_mask, batch.cu_seqlens
+        values, mask, starts = (field.numpy() for field in fields)
+        rows = [values[first:end][mask[first:end]] for first, end in pairwise(starts.tolist())]
+        write_part(Path(command.folder), command.batch, self._worker.world.rank, batch.sample_ids.tolist(), rows)
+        return Done(seq)
+
+    def _read_logprobs(self, command: ReadLogprobs, seq: int) -> Done:
+        batch, folder = self._worker.batches[command.batch], Path(command.folder)
+        if self._stored is None:
+            self._stored = StoredLogprobs(folder)
+        sizes = torch.zeros(batch.num_sequences, dtype=torch.int64).index_add(0, batch.row_ids, batch.loss_mask.long())
+        try:
+            rows = [self._stored.values(sequence) for sequence in batch.sample_ids.tolist()]
+        except KeyError as error:
+            rows = []
+            if len(sizes):
+                raise ValueError(f"{folder} lacks the log-probs of sequence {error}: another run changed it") from error
+        if list(map(len, rows)) != sizes.tolist():
+            raise ValueError(f"{folder} has log-probs of other rows; remove it, and start again")
+        values = torch.zeros(batch.num_tokens)
+        if rows:
+            values[batch.loss_mask] = torch.from_numpy(np.concatenate(rows))
+        setattr(batch, command.into, values)
+        return Done(seq)
 
     def _advantages(self, command: Advantages, seq: int) -> Done:
         batch, estimator = self._worker.batches[command.batch], self._algorithm.estimator
@@ -255,15 +296,16 @@ def batch_of_rows(rows: SFTRows, sequences: Sequence[int], answers: Sequence[int
     """The batch of these sequences; sequence n belongs to row n // per_row, which is its group. With `answers`, each
     ends with the answer of the sequence given there, cut so that it has at most max_tokens."""
     groups = [sequence // rows.per_row for sequence in sequences]
-    encoded = {row: rows.sequences(row) for row in sorted({n // rows.per_row for n in (*sequences, *answers)})}
-    found = {n: encoded[n // rows.per_row][n % rows.per_row] for n in (*sequences, *answers)}
-    chosen = [found[n] for n in sequences]
+    encoded = {row: rows.encode(row) for row in sorted({n // rows.per_row for n in (*sequences, *answers)})}
+    parts = [(encoded[row], n % rows.per_row) for n, row in zip(sequences, groups, strict=True)]
+    found = [row.sequences[k] for row, k in parts]
     if answers:
-        chosen = [with_answer_of(found[n], found[m], max_tokens) for n, m in zip(sequences, answers, strict=True)]
-    samples = [_supervised_sample(n, sequence) for n, sequence in zip(sequences, chosen, strict=True)]
+        others = (encoded[n // rows.per_row].sequences[n % rows.per_row] for n in answers)
+        found = [with_answer_of(own, other, max_tokens) for own, other in zip(found, others, strict=True)]
+    samples = [_supervised_sample(n, sequence) for n, sequence in zip(sequences, found, strict=True)]
     batch = batch_from_samples(samples, groups)
-    if rows.per_row > 1:
-        batch.chosen = torch.tensor([n % rows.per_row == 0 for n in sequences], dtype=torch.bool)
+    if rows.kind != "answers":
+        batch.chosen = torch.tensor([row.chosen[k] for row, k in parts], dtype=torch.bool)
     return batch
 
 
