@@ -64,6 +64,7 @@ class CachedReference(Reference):
         super().__init__(controller, layout, config, run_dir)
         assert config.reference.cache is not None, "else there is nothing to read"
         self._trainer, self._rows, self._has_own = trainer, rows, bool(layout.ranks["reference"])
+        self._model_path, self._is_free = model_path, False
         self._facts = facts_of(config, rows, model_path)
         digest = hashlib.blake2b(json.dumps(self._facts, sort_keys=True).encode()).hexdigest()
         self.folder = Path(config.reference.cache).absolute() / digest[:NUM_DIGITS]
@@ -89,6 +90,7 @@ class CachedReference(Reference):
             logger.info("the reference's log-probs are read from %s", self.folder)
         if self._has_own:
             self._controller.call(dict.fromkeys(self.ranks, messages.ReleaseReference()))
+            self._is_free = True
 
     def _compute(self, step: int, firsts: Sequence[int]) -> None:
         """Store the log-probs of a step's rows; `firsts` are the rows' first sequences."""
@@ -101,7 +103,14 @@ class CachedReference(Reference):
         self._trainer.drop(batch)
 
     def logprobs(self, batch: BatchHandle, into: str) -> Stats:
-        """Fill a token field with the stored log-probs."""
+        """Fill a token field with the stored log-probs. A batch beside the step's (with an id of 0 or less) has other
+        rows, which are computed; the weights are loaded again for the first such batch, and then kept."""
+        if batch.id <= 0:
+            if self._is_free:
+                load = messages.LoadReference(str(self._model_path))
+                self._controller.call(dict.fromkeys(self.ranks, load), self._config.timeouts.start_s)
+                self._is_free = False
+            return super().logprobs(batch, into)
         read = messages.ReadLogprobs(batch.id, into, str(self.folder))
         self._controller.call(dict.fromkeys(self._trainers.ranks, read))
         return {}

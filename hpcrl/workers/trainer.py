@@ -165,7 +165,8 @@ class ReferenceRole(EngineRole):
         return Done(seq)
 
     def _load_reference(self, command: LoadReference, seq: int) -> Done:
-        del self.engine
+        if hasattr(self, "engine"):  # it may have been freed
+            del self.engine
         gc.collect()  # frees the old engine's memory before the new engine needs it
         self.engine = self._make_engine(Path(command.folder))
         return Done(seq)

@@ -100,6 +100,10 @@ def test_rows_are_computed_once_before_the_first_step(tmp_path: Path, model: Pat
     batch: Any = BatchHandle(3, 3, {}, [], {})
     again.logprobs(batch, "ref_logprobs")
     assert ranks.kinds() == ["ReadLogprobs"]
+    for commands in (["LoadReference", "Logprobs"], ["Logprobs"]):
+        beside = BatchHandle(-1, 3, {0: Sizes(4, 2)}, [[0]], {1: [0], 2: []})
+        again.logprobs(beside, "ref_logprobs")
+        assert ranks.kinds() == commands, "other rows, such as those of data.val"
 
 
 def test_batches_before_a_stop_are_kept_and_a_damaged_file_is_computed_again(tmp_path: Path, model: Path) -> None:
