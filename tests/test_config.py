@@ -87,9 +87,8 @@ def test_every_experiment_is_valid_and_sets_no_unused_key(name: str) -> None:
     if config.learns and config.trainer.engine == "fsdp2" and config.model.path is not None:
         # Otherwise a run on GPUs would train one sequence at a time, at a fraction of the speed, with only a warning.
         assert config.trainer.fsdp2.packing == "require"
-    if (
-        config.learns_from_rewards and config.learns and config.trainer.param_dtype == "bfloat16"
-    ):  # in which trainer and generator differ by rounding
+    generates = config.learns and config.learns_from_rewards
+    if generates and config.trainer.param_dtype == "bfloat16":  # in which trainer and generator differ by rounding
         assert config.algorithm.correction != "none"
         assert config.trainer.head_dtype == config.generator.head_dtype == "float32"
         mixtures = ("-A", "gpt-oss", "GLM-4.5", "DeepSeek-V3")
@@ -680,6 +679,12 @@ def test_the_default_limit_of_groups_equals_the_schedulers() -> None:
         (
             ["debug=rollout_only", "trainer.router_replay=true"],
             "trainer.router_replay: not read here, debug=rollout_only trains no model on rollouts",
+        ),
+        (["data.label_key=score"], "data.label_key: not read here, the rlvr pipeline does not learn from answers"),
+        (["data.unusable_rows=drop"], "data.unusable_rows: not read here, the rlvr pipeline does not learn from"),
+        (
+            ["pipeline=sft", "data.chosen_key=a"],
+            "data.chosen_key: not read here, the rows of the sft pipeline are answers",
         ),
         (["pipeline=sft", "rollout.group_size=4"], "rollout.group_size: not read here, the sft pipeline generates"),
         (

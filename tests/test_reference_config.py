@@ -47,6 +47,10 @@ SIZES = {"num_heads": 2, "num_kv_heads": 1, "intermediate_size": 16}
             "algorithm.ref_update_steps: 5, but the policy's weights do not fit the model of reference.path; use null "
             "for one of them",
         ),
+        (
+            [KL, "reference.cache=x"],
+            "reference.cache: not read here, every step of the rlvr pipeline has new responses",
+        ),
         ([KL, *MODELS, "reference.model=x"], "reference.model: unknown key"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -172,3 +176,18 @@ def test_the_references_split_and_vocabulary_rows_are_checked(policy: Path, othe
     config = load([KL, *words[:2], f"reference.path={other}"])
     found = [problem.text for problem in check_sizes(config, RoleLayout.from_config(config), shape)]
     assert len(found) == 2 and found[0] + " (reference.path)" == found[1], found
+
+
+def test_a_folder_for_stored_log_probs_is_made_absolute_and_checked(tmp_path: Path, policy: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "a", "answer": "b"}\n')
+    words = ["pipeline=tests.e2e.anchored_sft:SPEC", f"model.path={policy}", f"data.train={rows}", "dry_run=true"]
+    config, layout, model, run, shown = prepare([*words, "reference.cache=cache"])
+    assert config.reference.cache == str(Path("cache").absolute())
+    assert (
+        f"log-probs of the reference, computed once before the first step, in {Path('cache').absolute()}"
+        in describe(config, layout, model, run, shown)
+    )
+    with pytest.raises(ConfigError) as error:
+        prepare([*words, f"reference.cache={rows}/cache"])
+    assert str(error.value).startswith(f"reference.cache: {rows} is not a folder; give a folder for stored log-probs")

@@ -1,15 +1,17 @@
 """Look at the rows of a data set as a run would read them: counts, lengths, a rendered prompt, duplicates, bad rows.
 
     python -m hpcrl data train.jsonl model.path=FOLDER
+    python -m hpcrl data pairs.jsonl model.path=FOLDER data.max_sequence_tokens=2048
     python -m hpcrl data 'shards/*.parquet' --val test.jsonl data.prompt_key=input data.answer_key=label
     python -m hpcrl data --config my.yaml
 
 FILE is anything that data.train takes: a file, a pattern, a folder, a cached data set of the hub, task:NAME. WORDS are
 those of a launch, of which the sections data and model are read; without FILE, the data of these words are shown. With
 model.path, prompts are rendered with the model's chat template and lengths are tokens, else characters. Prompts that
-differ in case and white space only are duplicates. Nothing is written or started.
+differ in case and white space only are duplicates. Rows are pairs or labelled answers if the pipeline of WORDS takes
+them; without a pipeline, if the first row has their columns. Nothing is written or started.
 
-Exit code 0, or 1 if a row would be refused, or 2 on bad input.
+Exit code 0, or 1 if a row would be refused and not left out (data.unusable_rows), or 2 on bad input.
 """
 
 from __future__ import annotations
@@ -18,23 +20,31 @@ import functools
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from pydantic import ValidationError
 
 from hpcrl.config import ConfigError, DataConfig
 from hpcrl.config.compose import compose
+from hpcrl.config.part_names import section_name
+from hpcrl.data.answers import LeftOut, turns_of
 from hpcrl.data.chat import bind, encode, plain, render
-from hpcrl.data.pairs import parse_pair
+from hpcrl.data.files import BadRow
+from hpcrl.data.pair_forms import is_pair
+from hpcrl.data.places import open_table
 from hpcrl.data.rendering import RowCheck
-from hpcrl.data.rows import ReadRow, Row, parse_row, sources
-from hpcrl.data.survey import MAX_MEASURED, Pair, Survey, survey
+from hpcrl.data.row_kinds import READERS
+from hpcrl.data.row_lengths import LengthLimit
+from hpcrl.data.rows import RESPONSE_KEYS, Row, keys_of, sources
+from hpcrl.data.survey import MAX_MEASURED, Pair, Survey, quantiles, survey
 from hpcrl.data.tasks import Split
 from hpcrl.data.template_forms import TemplateRefusal
 from hpcrl.data.templates import read_template
+from hpcrl.spec.kinds import RowKind
 from hpcrl.spec.tables import PIPELINES
 from hpcrl.system.cli import ArgumentParser, show, use_utf8
 from hpcrl.system.exit_codes import ExitCode
@@ -46,11 +56,11 @@ LABEL = 12
 
 @dataclass(frozen=True)
 class Reading:
-    """How rows are read: the keys of `data`, the seed, the parser of data.train, and the model's folder."""
+    """How rows are read: the keys of `data`, the seed, the kind of the rows of data.train, and the model's folder."""
 
     config: DataConfig
     seed: int
-    read_train: ReadRow
+    kind: RowKind
     model: str | None
 
     @functools.cached_property
@@ -77,8 +87,32 @@ class Reading:
         check: Callable[[Row, str], str] | None = None
         if self.template is not None and self.template.chat_template:
             check = RowCheck(self.template, str(self.model), self.config).problem_of
-        read = self.read_train if split == "train" else parse_row
-        return survey(self.config, split, self.seed, self.length, check, read)
+        kind = self.kind if split == "train" else "answers"
+        parts = self.parts if kind != "answers" else None
+        return survey(self.config, split, self.seed, self.length, check, READERS[kind], parts)
+
+    def parts(self, row: Row) -> dict[str, int]:
+        """Lengths of a row's answers by name, and of its longer sequence; empty if the template refuses the row."""
+        found, whole = {}, 0
+        answers = [(row, True), (row.rejected, False)] if row.rejected is not None else [(row, row.label)]
+        names = ("rejected", "chosen") if row.rejected is not None else ("bad", "good")
+        for part, is_good in answers:
+            assert part is not None
+            try:
+                pieces = self._pieces(part)
+            except (TemplateRefusal, LeftOut):
+                return {}
+            found[names[bool(is_good)]] = sum(length for length, learned in pieces if learned)
+            whole = max(whole, sum(length for length, _ in pieces))
+        return {**found, "whole": whole}
+
+    def _pieces(self, row: Row) -> list[tuple[int, bool]]:
+        """Lengths of a row's parts, and whether they are trained on."""
+        if self.model is not None:
+            turns = enumerate(turns_of(self.tokenizer, row))
+            return [(len(encode(self.tokenizer, text, begins=not n)), learned) for n, (text, learned) in turns]
+        said = [*row.messages, row.turn or {}]
+        return [(len(str(message.get("content") or "")), n >= row.prompt_messages) for n, message in enumerate(said)]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -102,7 +136,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         show(json.dumps({f"data.{split}": _as_json(one) for split, one in found.items()} | _shared(overlap)))
     else:
         show("\n".join(_page(reading, found, overlap)))
-    return 1 if any(one.num_refused for one in found.values()) else ExitCode.DONE
+    drops = reading.config.unusable_rows == "drop"
+    return 1 if any(one.num_refused for split, one in found.items() if not (drops and split == "train")) else 0
 
 
 def _reading(given: Sequence[str], val: Sequence[str], file: str | None) -> Reading:
@@ -128,9 +163,39 @@ def _reading(given: Sequence[str], val: Sequence[str], file: str | None) -> Read
     model = (composition.data.get("model") or {}).get("path")
     if model and not Path(model).is_dir():
         raise ValueError(f"model.path: {model} is no folder; lengths are in tokens of a model's tokenizer")
-    pipeline = composition.data.get("pipeline", "rlvr")
-    pairs = pipeline in PIPELINES and PIPELINES[pipeline].pairs
-    return Reading(config, int(composition.data.get("seed", 0)), parse_pair if pairs else parse_row, model)
+    pipeline = composition.data.get("pipeline")
+    seed = int(composition.data.get("seed", 0))
+    kind = _kind_of(composition.data) if pipeline else _kind_of_first_row(config, seed)
+    return Reading(config, seed, kind, model)
+
+
+def _kind_of(data: Mapping[str, Any]) -> RowKind:
+    """The kind of the rows of data.train that the pipeline of these unchecked values takes."""
+    pipeline = str(data["pipeline"])
+    try:
+        spec = PIPELINES[pipeline]
+        if spec.section is None or spec.learns_from_rewards:
+            return spec.row_kind(None) if isinstance(spec.rows, str) else "answers"
+        name = section_name(pipeline, spec)
+        return spec.row_kind(SimpleNamespace(**{name: spec.section.model_validate(data.get(name) or {})}))
+    except ValidationError as error:
+        raise ValueError(
+            "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
+        ) from error
+
+
+def _kind_of_first_row(config: DataConfig, seed: int) -> RowKind:
+    """The kind of rows according to the columns of the first row of data.train that can be read."""
+    for source in sources(config, "train"):
+        table, keys = open_table(source, seed, "train"), keys_of(source, config)
+        for index in range(len(table)):
+            try:
+                raw = table.row(index)
+            except BadRow:
+                continue
+            labelled = isinstance(raw.get(keys.label_key), bool) and any(raw.get(key) for key in RESPONSE_KEYS)
+            return "pairs" if is_pair(raw, keys) else "labelled" if labelled else "answers"
+    return "answers"
 
 
 def _page(reading: Reading, found: dict[Split, Survey], overlap: tuple[int, Pair | None] | None) -> Iterator[str]:
@@ -140,7 +205,10 @@ def _page(reading: Reading, found: dict[Split, Survey], overlap: tuple[int, Pair
             yield _line(path, _rows(size), wide=True)
         usable = one.domains.total()
         yield _line("domains", ", ".join(f"{name} {count}" for name, count in one.domains.most_common()) or "none")
-        yield _line("answers", f"in {usable - one.unanswered} of {_rows(usable)}")
+        if split == "train" and reading.kind != "answers":
+            yield from _parts(reading, one)
+        else:
+            yield _line("answers", f"in {usable - one.unanswered} of {_rows(usable)}")
         if one.with_images:
             yield _line("images", f"in {_rows(one.with_images)}; lengths leave them out")
         yield _line("prompts", _lengths(reading, one))
@@ -154,7 +222,11 @@ def _page(reading: Reading, found: dict[Split, Survey], overlap: tuple[int, Pair
                 else "none with data.train"
             )
             yield _line("overlap", text)
-        yield _line("refused", _rows(one.num_refused) if one.num_refused else "none")
+        refused = _rows(one.num_refused) if one.num_refused else "none"
+        kinds = ", ".join(f"{count} {kind}" for kind, count in one.useless.most_common())
+        if split == "train" and one.num_refused and reading.config.unusable_rows == "drop":
+            refused += " (left out: data.unusable_rows=drop)"
+        yield _line("refused", refused + (f"; of the pairs {kinds}" if kinds else ""))
         yield from (f"    {problem}" for problem in one.refused)
         if one.num_refused > len(one.refused):
             yield f"    and {one.num_refused - len(one.refused)} more"
@@ -162,6 +234,29 @@ def _page(reading: Reading, found: dict[Split, Survey], overlap: tuple[int, Pair
     first = next((one.first for one in found.values() if one.first is not None), None)
     if first is not None:
         yield from _prompt(reading, *first)
+
+
+def _parts(reading: Reading, one: Survey) -> Iterator[str]:
+    """Lines about the answers of pairs and labelled rows."""
+    usable, whole = one.domains.total(), one.parts.get("whole", [])
+    names = {"pairs": ("chosen", "rejected"), "labelled": ("good", "bad", "chosen", "rejected")}[reading.kind]
+    for name in names:
+        if lengths := one.parts.get(name):
+            yield _line(
+                name, f"{_spread(lengths)} {'tokens' if reading.model else 'characters'}, of {_rows(len(lengths))}"
+            )
+    if reading.model and whole:
+        limit = LengthLimit.of(reading.config, Path(reading.model))
+        over = sum(length > limit.max_tokens for length in whole) if limit.max_tokens is not None else 0
+        done = f", data.overlong_sequences={reading.config.overlong_sequences}" if over else ""
+        yield _line("sequences", f"{_spread(whole)} tokens; {over} above {limit.key}{done}")
+    count, pair = one.twins
+    yield _line("repeated", f"{count} of {_rows(usable)} equal an earlier one{_example(pair)}" if count else "none")
+
+
+def _spread(lengths: Sequence[int]) -> str:
+    values = zip(SHARES, quantiles(lengths, *SHARES.values()), strict=True)
+    return ", ".join(f"{name} {value}" for name, value in values)
 
 
 def _rows(number: int) -> str:
@@ -179,9 +274,8 @@ def _example(pair: Pair | None) -> str:
 def _lengths(reading: Reading, one: Survey) -> str:
     if not one.lengths:
         return "none"
-    values = zip(SHARES, one.quantiles(*SHARES.values()), strict=True)
     unit = "tokens" if reading.model else "characters without a template (model.path=FOLDER: tokens)"
-    text = f"{', '.join(f'{name} {value}' for name, value in values)} {unit}; longest {one.longest}"
+    text = f"{_spread(one.lengths)} {unit}; longest {one.longest}"
     if reading.model:
         limit = reading.config.max_prompt_tokens
         over = sum(length > limit for length in one.lengths)
@@ -235,6 +329,11 @@ def _as_json(one: Survey) -> dict[str, Any]:
         "first_repeated": list(pair) if pair is not None else None,
         "num_refused": one.num_refused,
         "refused": one.refused,
+        "useless": dict(one.useless),
+        "parts": {
+            name: dict(zip(SHARES, quantiles(of, *SHARES.values()), strict=True)) for name, of in one.parts.items()
+        },
+        "num_equal": one.twins[0],
     }
 
 

@@ -93,6 +93,12 @@ class DataConfig(Section):
     """Column of the answer; null: answer, ground_truth, label, solution, reward_model.ground_truth (verl)."""
     domain_key: str = "tag"
     """Column of the domain."""
+    chosen_key: str = "chosen"
+    """Column of the better answer of a pair."""
+    rejected_key: str = "rejected"
+    """Column of the worse answer of a pair."""
+    label_key: str = "label"
+    """Column that says whether the answer of a labelled row is good: true or false, or the integers 1 or 0."""
     system_prompt: str | None = None
     """System message for every prompt without one; null: none. An empty text replaces the chat template's own system
     message by an empty one."""
@@ -106,6 +112,16 @@ class DataConfig(Section):
     preprocessor_config.json."""
     overlong_prompts: Literal["drop", "truncate", "error"] = "drop"
     """What to do with longer prompts."""
+    max_sequence_tokens: Positive | None = None
+    """Maximum length of a row's prompt and answer together in a pipeline that learns from answers, tokens; null: the
+    model's context (max_position_embeddings)."""
+    overlong_sequences: Literal["drop", "keep_start", "keep_end", "error"] = "drop"
+    """What to do with longer ones. keep_start: cut the end of the answer, as TRL does. keep_end: cut the beginning of
+    the prompt, equally in both parts of a pair. A row whose answer would be gone, or cut at its beginning, is dropped,
+    and so are, with keep_end, rows with images."""
+    unusable_rows: Literal["error", "drop"] = "error"
+    """What to do with rows of data.train from which a pipeline that learns from answers cannot learn, such as equal or
+    tied pairs and empty answers. drop: they are left out and counted, and the first ones are named."""
     shuffle: bool = True
     """Shuffle every epoch, with the run's seed."""
     domain_interleave_probs: dict[str, Share] = {}

@@ -191,3 +191,7 @@ class ReferenceConfig(Section):
     path: str | None = None
     """Folder in HF layout, with a tokenizer in which every token of the policy has the same id; null: the policy's
     initial model (model)."""
+    cache: str | None = None
+    """Folder, on a file system of all nodes, for the reference's log-probs of all rows of a pipeline that learns from
+    answers. They are computed once, before the first step, and read by later runs of the same model and rows; null:
+    computed in every step."""

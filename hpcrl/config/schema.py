@@ -31,7 +31,7 @@ from hpcrl.config.teacher import TeacherConfig
 from hpcrl.config.untrained import as_untrained
 from hpcrl.spec.divergence import Divergence
 from hpcrl.spec.fields import NUMBER, Natural, Positive, Seconds, Section, Seed
-from hpcrl.spec.kinds import AlgorithmSpec, PipelineSpec
+from hpcrl.spec.kinds import AlgorithmSpec, PipelineSpec, RowKind
 from hpcrl.spec.policy_loss import SURROGATE_KEYS, PolicyLoss
 from hpcrl.spec.table import SpecError
 from hpcrl.spec.tables import ALGORITHMS, PIPELINES, REWARDS, TRACKERS, TRAIN_ENGINES
@@ -256,6 +256,11 @@ class Config(Section):
         return PIPELINES[self.pipeline]
 
     @property
+    def row_kind(self) -> RowKind:
+        """What the rows of data.train have, in a pipeline that does not learn from rewards."""
+        return self.pipeline_spec.row_kind(self)
+
+    @property
     def algorithm_spec(self) -> AlgorithmSpec:
         """The specification of the algorithm; without an advantage estimator if no domain learns from its rewards."""
         spec = ALGORITHMS[str(getattr(self.algorithm, "advantage_estimator", ""))]
@@ -329,12 +334,6 @@ class Config(Section):
         return self.section(HeadTrainingConfig)
 
     @property
-    def sequences_per_row(self) -> int:
-        """Sequences that a row of a pipeline without prompts becomes."""
-        pairs = self.head_training.rows == "pairs" if self.trains_head else self.pipeline_spec.pairs
-        return 2 if pairs else 1
-
-    @property
     def generates(self) -> bool:
         """Whether the run generates the responses that it trains on."""
         return self.learns_from_rewards and self.debug != "train_only"
@@ -369,8 +368,9 @@ class Config(Section):
         """Whether the algorithm or the pipeline reads the reference's log-probs."""
         if not self.learns:
             return False
-        if "reference" in self.pipeline_spec.roles or not self.learns_from_rewards:
-            return "reference" in self.pipeline_spec.roles
+        pipeline = self.pipeline_spec
+        if "reference" in pipeline.roles or not self.learns_from_rewards:
+            return "reference" in pipeline.roles or pipeline.uses_reference(self)
         algorithm = self.algorithm_spec
         return "reference" in algorithm.roles or algorithm.uses_reference(self.algorithm)
 

@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import AfterValidator, Field
 
 from hpcrl.config.scalar_heads import train_engine_name
-from hpcrl.spec.divergence import Form
+from hpcrl.spec.divergence import DivergenceForm
 from hpcrl.spec.fields import NUMBER, Positive, Section
 
 
@@ -20,7 +20,7 @@ class TeacherConfig(Section):
     null: no teacher."""
     engine: Annotated[str, AfterValidator(train_engine_name)] | None = None
     """Training engine; null: trainer.engine."""
-    form: Form = "sampled"
+    form: DivergenceForm = "sampled"
     """What the policy is compared with: the teacher's log-probs of the tokens that the policy drew, of its own top_k
     tokens, or of the whole vocabulary."""
     top_k: Positive = 64

@@ -14,6 +14,15 @@ from hpcrl.spec.tables import PIPELINES, ROLES
 
 SECTIONS = ("algorithm", "loss", "imitation", "trainer", "reference", "teacher", "critic")
 """Sections that have their defaults in such a run."""
+ANSWER_KEYS = (
+    "chosen_key",
+    "rejected_key",
+    "label_key",
+    "max_sequence_tokens",
+    "overlong_sequences",
+    "unusable_rows",
+)
+"""Keys of data that only a pipeline that learns from answers reads."""
 OTHERS = (
     ("max_steps",),
     ("save_every",),
@@ -29,6 +38,8 @@ OTHERS = (
     ("model", "mtp"),
     ("data", "shuffle"),
     ("data", "domain_interleave_probs"),
+    *(("data", key) for key in ANSWER_KEYS),
+    ("eval", "num_examples"),
     ("layout", "offload"),
     ("trackers",),
     ("tracking",),

@@ -8,7 +8,7 @@ from hpcrl.config.engines import LoRAConfig, TrainerConfig
 from hpcrl.config.rollout import DomainRolloutConfig
 from hpcrl.config.scalar_heads import CriticConfig
 from hpcrl.config.schema import Config
-from hpcrl.config.untrained import unread_without_trainer
+from hpcrl.config.untrained import ANSWER_KEYS, unread_without_trainer
 from hpcrl.models.families import has_experts
 from hpcrl.spec.kinds import Spec
 from hpcrl.spec.policy_loss import CORRECTION_KEYS, SURROGATE_KEYS
@@ -26,6 +26,13 @@ ASKED = {
     "reward_model": "reward.DOMAIN.name=reward_model",
 }
 """Role with its own section -> the setting with which a reward uses the role's ranks."""
+
+UNREAD_OF_ROWS = {
+    "answers": ("chosen_key", "rejected_key", "label_key"),
+    "pairs": ("label_key",),
+    "labelled": (),
+}
+"""Kind of rows (hpcrl.spec.kinds.RowKind) -> keys of data that only other kinds read."""
 
 KEYS_OF_ALL = ("pipeline", "run_name", "run_dir", "resume", "dry_run", "timeouts", "cluster")
 """Keys that a run without roles (PipelineSpec.rank0_only) reads, in addition to its pipeline's section."""
@@ -72,9 +79,14 @@ def _unread_of_pipeline(config: Config) -> Iterator[tuple[Path, Path, str]]:
         for key in type(config.rollout).model_fields:
             if key not in SAMPLING_KEYS:
                 yield ("rollout", key), ("pipeline",), f"the {config.pipeline} pipeline generates only for evaluation"
+        for key in UNREAD_OF_ROWS[config.row_kind]:
+            yield ("data", key), ("pipeline",), f"the rows of the {config.pipeline} pipeline are {config.row_kind}"
     else:
+        for key in ANSWER_KEYS:
+            yield ("data", key), ("pipeline",), f"the {config.pipeline} pipeline does not learn from answers"
         yield from _unread_objective(config)
         yield from _unread_policies(config)
+    yield from config.pipeline_spec.unread(config)
     if not config.learns_from_rewards or config.debug != "none":
         cause, what = (
             ("debug", f"debug={config.debug}") if config.learns_from_rewards else ("pipeline", config.pipeline)
@@ -144,6 +156,8 @@ def _unread_models(config: Config) -> Iterator[tuple[Path, Path, str]]:
     if not config.uses_reference:
         lacks = "has no KL term (kl_loss_coef, kl_reward_coef)" if cause == "algorithm" else "has no reference"
         yield ("reference",), (cause,), f"{name} {lacks}"
+    elif config.learns_from_rewards:
+        yield ("reference", "cache"), ("pipeline",), f"every step of the {config.pipeline} pipeline has new responses"
     if not config.uses_teacher:
         if cause == "algorithm":
             yield ("teacher",), ("loss",), "no domain learns from a teacher (loss.NAME.divergence)"

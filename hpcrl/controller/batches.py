@@ -24,6 +24,7 @@ class BatchHandle:
         prompts: Sample -> its prompt, if group members share one.
         keep_together: Samples with the same number are always in one micro-batch (preference pairs).
         weights: Sample -> its weight in the loss, if not 1.
+        coefficients: Numbers of this batch that the objective reads besides the algorithm's coefficients.
         domains: Name -> its prompts.
     """
 
@@ -36,6 +37,7 @@ class BatchHandle:
     prompts: Mapping[int, int] = field(default_factory=dict)
     keep_together: Mapping[int, int] = field(default_factory=dict)
     weights: Mapping[int, float] = field(default_factory=dict)
+    coefficients: dict[str, float] = field(default_factory=dict)
     domains: dict[str, list[int]] = field(default_factory=dict)
 
     @property

@@ -22,6 +22,7 @@ from hpcrl.controller.generation import replica_capacity
 from hpcrl.controller.held_out import HeldOutRows
 from hpcrl.controller.imitation import Imitation
 from hpcrl.controller.profiles import StepProfiler
+from hpcrl.controller.reference_cache import CachedReference
 from hpcrl.controller.reference_client import Reference
 from hpcrl.controller.responder import Responder
 from hpcrl.controller.rollouts import Rollouts
@@ -88,18 +89,20 @@ def build(
     fence = functools.partial(check_owner, run_dir, attempt)
     data: Rollouts | StoredRollouts | AnswerRows
     if not config.learns_from_rewards:
-        data = AnswerRows(trainer, config, tokenizer)
+        data = AnswerRows(trainer, config, tokenizer, model_path)
     elif not config.generates:
         data = StoredRollouts(controller, layout, config)
     else:
         assert loop is not None, "the layout of a run that generates has generators"
         data = _make_rollouts(loop, transfer_group, layout, config, tokenizer, run_dir, fence)
     evaluation: Evaluation | HeldOutRows | None = None
-    if config.trains_head and config.validates_rows:
-        evaluation = HeldOutRows(trainer, config, tokenizer)
+    if config.trains_head and config.validates_rows and isinstance(data, AnswerRows):
+        evaluation = HeldOutRows(trainer, data)
     elif loop is not None:
         evaluation = Evaluation(loop, controller, layout, config, tokenizer, run_dir)
     reference = Reference(controller, layout, config, run_dir)
+    if isinstance(data, AnswerRows) and config.uses_reference and config.reference.cache is not None:
+        reference = CachedReference(controller, layout, config, run_dir, trainer, data, model_path)
     imitation = Imitation(controller, layout, config, trainer, tokenizer)
     checkpoint = Checkpoints(controller, layout, config, run_dir, attempt, data, [trainer, reference, imitation])
     first_step = checkpoint.restore()

@@ -82,7 +82,7 @@ class Trainer:
     def update(self, batch: BatchHandle) -> Stats:
         """Take a batch's optimizer steps: one per epoch and mini-batch, except for fully masked mini-batches, and none
         while only the critic is trained (critic.warmup_steps). Then the algorithm adapts its coefficients."""
-        start, coefficients = time.perf_counter(), self._algorithm.coefficients
+        start, coefficients = time.perf_counter(), self._algorithm.coefficients | batch.coefficients
         stats = {name: scalar(value) for name, value in coefficients.items() if not name.startswith("_")}
         if batch.step > self._config.policy_waits:
             make, epochs = partial(messages.TrainStep, coefficients=coefficients), self._algorithm.objective.num_epochs
@@ -91,6 +91,14 @@ class Trainer:
             stats |= merge([own, empty, timed("time/step_train", start)])
         self._algorithm.take(self._algorithm.adapt(merge([self._advantage_stats, stats])))
         return stats
+
+    def loss_stats(self, batch: BatchHandle) -> Stats:
+        """The statistics of a batch's loss with the present weights, without a step. The fields that the loss reads
+        must be filled, apart from old_logprobs."""
+        field, coefficients = "old_logprobs", self._algorithm.coefficients | batch.coefficients
+        fill_logprobs(self._controller, self._config, "trainer", self._division, batch, batch.rows, field)
+        ask = messages.LossStats(batch.id, *batch.norms(batch.samples), coefficients)
+        return answers_stats(self._controller.call(dict.fromkeys(self.ranks, ask)).values())
 
     def state_dict(self) -> dict[str, Any]:
         """The algorithm's adaptive coefficients; JSON-able."""
@@ -113,14 +121,23 @@ class Trainer:
         sequences: Sequence[int],
         sizes: Sequence[Sizes],
         keep_together: Mapping[int, int] | None = None,
+        batch: int | None = None,
         split: Literal["train", "val"] = "train",
+        answers: Mapping[int, int] | None = None,
     ) -> BatchHandle:
-        """Load sequences of a split of the data as a batch of one mini-batch, balanced over the data-parallel ranks of
-        trainer and frozen models. Sequences with equal numbers in keep_together are on one rank, in one micro-batch."""
+        """Load sequences of the data as a batch of one mini-batch, balanced over the data-parallel ranks of trainer and
+        frozen models.
+
+        Args:
+            keep_together: Sequences with equal numbers are on one rank, in one micro-batch.
+            batch: Id of the batch; None: the step.
+            answers: Sequence -> the sequence whose answer it ends with, cut to its size.
+        """
         by_sequence, together = dict(zip(sequences, sizes, strict=True)), keep_together or {}
         mini_batches = [sorted(by_sequence)]
         shares = assign_rows(by_sequence, mini_batches, self._division.leaders, keep_together=together)
-        handle = BatchHandle(step, step, by_sequence, mini_batches, shares, keep_together=together)
+        number = step if batch is None else batch
+        handle = BatchHandle(number, step, by_sequence, mini_batches, shares, keep_together=together)
         divisions = [self._division]
         for role in FROZEN_ROLES:
             if (other := self._layout.division(role)).ranks not in ((), self.ranks):
@@ -128,7 +145,11 @@ class Trainer:
                     by_sequence, mini_batches, other.leaders, keep_together=together
                 )
                 divisions.append(other)
-        loads = {rank: messages.LoadRows(handle.id, given, split) for rank, given in handle.all_rows.items()}
+        most = max((size.total for size in sizes), default=0)
+        loads = {
+            rank: messages.LoadRows(handle.id, given, split, [answers[n] for n in given] if answers else [], most)
+            for rank, given in handle.all_rows.items()
+        }
         self._controller.call(
             {rank: load for division in divisions for rank, load in division.replicate(loads).items()}
         )

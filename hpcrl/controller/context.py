@@ -78,6 +78,10 @@ class Run:
         Raises Stopped, after saving a checkpoint if the time suffices, at the first step boundary at which a signal has
         arrived or the job would end before another step is trained and saved.
         """
+        for num_batches in self.reference.fill(self.first_step):
+            if why := self.guard.must_stop():
+                done = f"the reference's log-probs of {num_batches} more batches are stored"
+                raise Stopped(self.guard.stop_signal, f"stopped by {why} after step {self.first_step}, {done}")
         for step in range(self.first_step + 1, self.config.max_steps + 1):
             self.guard.before_step()
             self._profiler.begin(step)

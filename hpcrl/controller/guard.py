@@ -19,7 +19,7 @@ MAX_EMPTY_STEPS = 20
 rollout.max_generated_groups: 20 x num_prompts if filters reject all groups of a step."""
 MAX_SILENT_STEPS = 5
 """The user is warned after this many steps in a row without a signal."""
-LOSSES = ("actor/total_loss", "critic/loss", "sft/loss", "rm/loss")
+LOSSES = ("actor/total_loss", "critic/loss", "sft/loss", "rm/loss", "loss")
 OTHER_LOSSES = ("loss/ce", "loss/divergence")
 """Losses of weighted tokens (hpcrl.algorithms.token_losses) that need no reward."""
 SHARES = ("_mask_ratio", "/positive_ratio")

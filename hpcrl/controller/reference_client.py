@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,10 @@ class Reference:
         if self.ranks != self._trainers.ranks:
             send_tokens(self._controller, batch, into, ("reference", self._division), ("trainer", self._trainers))
         return stats
+
+    def fill(self, first_step: int) -> Iterator[int]:
+        """Nothing: log-probs are computed in the steps. See CachedReference."""
+        yield from ()
 
     def update(self, step: int, trainer: Trainer) -> Stats:
         """If due, export this step's policy in HF layout and load it as the reference; a resumed run loads the same

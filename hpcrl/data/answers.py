@@ -1,9 +1,13 @@
-"""Rows of a pipeline that learns from marked answers: a prompt with its answer, or with the two answers of a pair."""
+"""Rows of a pipeline that learns from given answers: a prompt with its answer, with the two answers of a pair, or with
+a labelled answer."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from hpcrl.config import DataConfig
 from hpcrl.data.chat import encode, end_of_turn, marked, plain, render
@@ -11,10 +15,12 @@ from hpcrl.data.files import BadRow
 from hpcrl.data.image_tokens import bound_vision, expand, write_pictures
 from hpcrl.data.media import read_images
 from hpcrl.data.messages import THOUGHTS
-from hpcrl.data.pairs import parse_pair
-from hpcrl.data.rows import Row, RowSet, check_answers, learning_obstacle, parse_row, require_same
+from hpcrl.data.row_kinds import READERS
+from hpcrl.data.row_lengths import LengthLimit
+from hpcrl.data.rows import Row, RowSet, check_answers, learning_obstacle, require_same
 from hpcrl.data.tasks import Split
 from hpcrl.data.template_forms import TemplateRefusal
+from hpcrl.spec.kinds import RowKind
 from hpcrl.spec.media import Medium, by_picture
 
 REWRITES = (
@@ -30,19 +36,60 @@ class TrainedSequence(NamedTuple):
     media: tuple[Medium, ...] = ()
 
 
-class SFTRows:
-    """Random access to sequences. The mask has every assistant turn, including its end token, unless the
-    message has `weight: 0`; in a pair, only turns after the prompt. `per_row` is the number of sequences per row."""
+def with_answer_of(sequence: TrainedSequence, other: TrainedSequence, max_tokens: int) -> TrainedSequence:
+    """The first sequence up to its first trained token, and the other one from its first trained token on, cut to
+    max_tokens."""
+    end, start = sequence.loss_mask.index(True), other.loss_mask.index(True)
+    ids, mask = sequence.token_ids[:end] + other.token_ids[start:], [False] * end + other.loss_mask[start:]
+    media = tuple(medium for medium in sequence.media if medium.start < end)
+    return TrainedSequence(ids[:max_tokens], mask[:max_tokens], media)
 
-    def __init__(self, config: DataConfig, split: Split, tokenizer: Any, seed: int, pairs: bool = False):
+
+class EncodedRow(NamedTuple):
+    """The sequences of a row; for each whether it is the chosen part or a good answer; and how many of their tokens
+    were cut, since they were too long. In a row of plain answers, all are chosen."""
+
+    sequences: list[TrainedSequence]
+    chosen: list[bool]
+    num_cut: int = 0
+
+
+class SFTRows:
+    """Random access to sequences. The mask has every assistant turn, including its end token, unless the message has
+    `weight: 0`; in a pair or a labelled row, only turns after the prompt. Rows that data.unusable_rows=drop leaves out
+    are not counted: row n is the n-th usable one.
+
+    Attributes:
+        kind: What the rows have.
+        per_row: Maximum number of sequences of a row.
+        limit: The longest sequence.
+        left_out: The problems of the first rows that are left out; `num_left_out` is the number of all.
+    """
+
+    def __init__(
+        self,
+        config: DataConfig,
+        split: Split,
+        tokenizer: Any,
+        seed: int,
+        kind: RowKind = "answers",
+        model: Path | None = None,
+    ):
         if tokenizer.eos_token_id is None:
             raise ValueError("the tokenizer has no end-of-sequence token to end an answer with")
-        self.per_row = 2 if pairs else 1
-        self._rows = RowSet(config, split, seed, read=parse_pair if pairs else parse_row)
-        if wrong := check_answers({split: self._rows}):
+        self.kind = kind
+        self.per_row = 1 if kind == "answers" else 2
+        self.limit, self._overlong = LengthLimit.of(config, model), config.overlong_sequences
+        self._rows = rows = RowSet(config, split, seed, read=READERS[kind], drop=config.unusable_rows == "drop")
+        if wrong := check_answers({split: rows}):
             raise ValueError("\n".join(wrong))
+        self._take_usable(rows)
         self._seed = seed
         self._tokenizer = tokenizer
+
+    def _take_usable(self, rows: RowSet) -> None:
+        self._usable = np.delete(np.arange(len(rows)), rows.unusable)
+        self.left_out, self.num_left_out = rows.left_out, rows.num_left_out
 
     def state_dict(self) -> dict[str, Any]:
         """Identification of the data. Step and seed determine a step's rows."""
@@ -53,20 +100,34 @@ class SFTRows:
         require_same(state["cursor"], self.state_dict()["cursor"], "data.train")
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._usable)
+
+    def where(self, index: int) -> str:
+        """`file:line` of a row."""
+        return self._rows.where(int(self._usable[index]))
 
     def row(self, index: int) -> TrainedSequence:
-        """The sequence of a row, or of a pair's chosen part. See sequences()."""
+        """The sequence of a row, or of a pair's chosen part. See encode()."""
         return self.sequences(index)[0]
 
     def sequences(self, index: int) -> list[TrainedSequence]:
+        """The sequences of a row, chosen before rejected. See encode()."""
+        return self.encode(index).sequences
+
+    def encode(self, index: int) -> EncodedRow:
         """The sequences of a row, chosen before rejected. BadRow if the chat template refuses the row or rewrites
-        earlier turns, if an image cannot be read, or if a generated row has no answer.
+        earlier turns, if an image cannot be read, or if a generated row has no answer; TooLong if the row is left out
+        because of its length, ValueError with data.overlong_sequences=error.
 
         The prompt has the same tokens as in PromptSource; the answer is tokenised separately, as in generation.
         """
-        row = self._rows.row(index)
-        return [self._encode(part, index) for part in (row, row.rejected) if part is not None]
+        place = int(self._usable[index])
+        row = self._rows.row(place)
+        parts = [part for part in (row, row.rejected) if part is not None]
+        sequences = [self._encode(part, place) for part in parts]
+        fitting, num_cut = self.limit.fit(sequences, self._overlong, self._rows.where(place))
+        chosen = [True, False] if row.rejected is not None else [row.label is not False]
+        return EncodedRow([TrainedSequence(*sequence) for sequence in fitting], chosen, num_cut)
 
     def _encode(self, row: Row, index: int) -> TrainedSequence:
         if obstacle := learning_obstacle(row):
@@ -164,6 +225,14 @@ def _lacking(turn: dict[str, Any], shown: str) -> list[str]:
     return [key for key, wanted in parts.items() if not all("".join(word.split()) in text for word in wanted)]
 
 
-def sft_rows(config: DataConfig, split: Split, tokenizer: Any, seed: int = 0, pairs: bool = False) -> SFTRows:
-    """A split's rows for supervised training, or for training on pairs. ValueError lists all errors of the data."""
-    return SFTRows(config, split, tokenizer, seed, pairs)
+def sft_rows(
+    config: DataConfig,
+    split: Split,
+    tokenizer: Any,
+    seed: int = 0,
+    kind: RowKind = "answers",
+    model: Path | None = None,
+) -> SFTRows:
+    """A split's rows for training on answers, pairs or labelled answers, as long as the context of the model in this
+    folder allows. ValueError lists all errors of the data."""
+    return SFTRows(config, split, tokenizer, seed, kind, model)

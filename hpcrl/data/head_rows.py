@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from hpcrl.config import Config, DataConfig
-from hpcrl.data.answers import SFTRows, TrainedSequence
+from hpcrl.data.answers import EncodedRow, SFTRows, TrainedSequence
 from hpcrl.data.chat import encode, marked, render
 from hpcrl.data.dialogue_tokens import dialogue_tokens, padding_token, scored_index
 from hpcrl.data.files import BadRow
 from hpcrl.data.pairs import parse_pair
+from hpcrl.data.row_lengths import LengthLimit, TooLong
 from hpcrl.data.rows import ReadRow, Row, RowSet, learning_obstacle, parse_row
 from hpcrl.data.tasks import Split
 from hpcrl.data.template_forms import TemplateRefusal
@@ -34,14 +35,19 @@ class HeadRows(SFTRows):
 
     def __init__(self, config: Config, split: Split, tokenizer: Any):
         self._section, self._seed, self._tokenizer = config.head_training, config.seed, tokenizer
-        self.per_row = 2 if self._section.rows == "pairs" else 1
-        self._rows = RowSet(config.data, split, config.seed, read=head_row_reader(config))
+        self.kind = config.row_kind
+        self.per_row = 2 if self.kind == "pairs" else 1
+        self.limit = LengthLimit(self._section.max_tokens, "rm.max_tokens")
+        drop = config.data.unusable_rows == "drop"
+        self._rows = rows = RowSet(config.data, split, config.seed, read=head_row_reader(config), drop=drop)
+        self._take_usable(rows)
         self._padding = padding_token(tokenizer)
 
-    def sequences(self, index: int) -> list[TrainedSequence]:
-        """The sequences of a row, chosen before rejected. BadRow if the chat template refuses the row, or if a sequence
-        has more tokens than the section allows."""
-        row, where = self._rows.row(index), self._rows.where(index)
+    def encode(self, index: int) -> EncodedRow:
+        """The sequences of a row, chosen before rejected. BadRow if the chat template refuses the row, TooLong if a
+        sequence has more tokens than the section allows."""
+        place = int(self._usable[index])
+        row, where = self._rows.row(place), self._rows.where(place)
         try:
             if self._section.rows == "steps":
                 found = [self._by_steps(row)]
@@ -49,15 +55,14 @@ class HeadRows(SFTRows):
                 found = [self._whole(part) for part in (row, row.rejected) if part is not None]
         except TemplateRefusal as error:
             raise BadRow(f"{where}: the chat template refuses the row: {error.reason}") from error
-        limit = self._section.max_tokens
         longest = max(len(sequence.token_ids) for sequence in found) - 1
-        if longest > limit:
-            raise BadRow(f"{where}: {longest} tokens are more than rm.max_tokens={limit}")
-        return found
+        if longest > self._section.max_tokens:
+            raise TooLong(f"{where}: {longest} tokens are more than rm.max_tokens={self._section.max_tokens}")
+        return EncodedRow(found, [True, False][: len(found)])
 
     def targets(self, index: int) -> list[list[float]]:
         """For each sequence of a row, the targets of its trained tokens in order."""
-        row = self._rows.row(index)
+        row = self._rows.row(int(self._usable[index]))
         match self._section.rows:
             case "pairs":
                 return [[float(row.extra.get(MARGIN) or 0.0)]] * 2

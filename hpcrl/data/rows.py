@@ -49,7 +49,8 @@ class Row:
     """`messages` end with the turn to answer; `turn` is a reference answer for the SFT pipeline, an assistant turn with
     all its keys; `extra` has all columns except the prompt, including the answer, and the paths of images in files;
     `variables` are the row's own variables for the chat template. In a pair (hpcrl.data.pairs) the row is the chosen
-    part, `rejected` the other part, and the first `prompt_messages` messages are not trained on."""
+    part, and `rejected` the other part; `label` says whether the answer of a labelled row (hpcrl.data.labelled) is
+    good. The first `prompt_messages` messages are not trained on."""
 
     messages: Messages
     answer: Any
@@ -60,6 +61,7 @@ class Row:
     variables: dict[str, Any] = field(default_factory=dict)
     images: tuple[ImageFile, ...] = ()
     rejected: Row | None = None
+    label: bool | None = None
     prompt_messages: int = 0
 
 
@@ -275,8 +277,12 @@ class RowSet:
     Args:
         check: Applied to rows from files, and to the first row of a generated source.
         read: Parser of a raw row.
+        drop: Leave out unusable rows instead of raising ValueError, unless all rows are unusable.
 
     Attributes:
+        unusable: Indices of the rows that are left out, ascending.
+        left_out: The problems of the first of them, and of the first that `check` would leave out.
+        num_left_out: Number of all of them.
         domain_names: Names of the domains, in order of appearance.
         domains: int32 [rows], each row's index into domain_names.
         unanswered: Domain -> number of rows without an answer, and `file:line` of the first.
@@ -292,8 +298,9 @@ class RowSet:
         seed: int,
         check: ChecksRows | None = None,
         read: ReadRow = parse_row,
+        drop: bool = False,
     ):
-        self._check, self._read = check, read
+        self._check, self._read, self._drop = check, read, drop
         self.sources = sources(config, split)
         self._configs = [keys_of(source, config) for source in self.sources]
         if not self.sources:
@@ -312,12 +319,17 @@ class RowSet:
         self.unlearnable: dict[str, tuple[int, str]] = {}
         self.own_variables: dict[str, tuple[int, str]] = {}
         self.media: dict[str, tuple[int, str]] = {}
+        self.unusable: list[int] = []
+        self.left_out: list[str] = []
+        self.num_left_out = 0
         self._image_files: dict[int, Any] = {}  # by source, the hash of its image files' beginnings and sizes
         what, more = "sources", len(problems) - MAX_PROBLEMS
         if not problems:
             found = filter(None, self._scan(split))
             problems = list(itertools.islice(found, MAX_PROBLEMS))
             what, more = "rows", sum(1 for _ in found)
+            if self.unusable and len(self.unusable) == len(self):
+                problems = [f"data.{split}: none of the {len(self)} rows can be used; {self.left_out[0]}"]
         if more > 0:
             problems[MAX_PROBLEMS:] = [f"data.{split}: and {more} more {what} with problems"]
         if problems:
@@ -341,7 +353,10 @@ class RowSet:
                     if row.answer is None or (isinstance(row.answer, str) and not row.answer.strip()):
                         count, first = self.unanswered.get(row.domain, (0, table.where(index)))
                         self.unanswered[row.domain] = count + 1, first
-                    if obstacle := learning_obstacle(row):
+                    obstacle = learning_obstacle(row)
+                    if obstacle and self._drop:
+                        raise BadRow(f"{table.where(index)}: {obstacle}")
+                    if obstacle:
                         count, first = self.unlearnable.get(obstacle, (0, table.where(index)))
                         self.unlearnable[obstacle] = count + 1, first
                     if row.variables:
@@ -352,9 +367,23 @@ class RowSet:
                         self.media[IMAGE] = count + 1, first
                         self._note_files(number, row.images)
                     if self._check is not None:
-                        yield self._check.problem_of(row, table.where(index))
+                        where, problem = table.where(index), self._check.problem_of(row, table.where(index))
+                        if problem.startswith(f"{where}: ") and self._drop:  # the run finds it when it is drawn
+                            self._leave_out(problem)
+                        else:
+                            yield problem
                 except BadRow as error:
-                    yield str(error)
+                    if not self._drop:
+                        yield str(error)
+                        continue
+                    self._leave_out(str(error))
+                    self.unusable.append(int(start) + index)
+
+    def _leave_out(self, problem: str) -> None:
+        """Count an unusable row."""
+        self.num_left_out += 1
+        if len(self.left_out) < MAX_PROBLEMS:
+            self.left_out.append(problem)
 
     def _note_files(self, source: int, images: Sequence[ImageFile]) -> None:
         """Hash what identifies image files. Images within the rows' own file are in the table's digest."""
@@ -374,6 +403,11 @@ class RowSet:
     def _locate(self, row: int) -> tuple[int, int]:
         number = int(np.searchsorted(self._starts, row, side="right")) - 1
         return number, row - int(self._starts[number])
+
+    @property
+    def first_usable(self) -> int:
+        """The first row that is not left out."""
+        return next((n for n, row in enumerate(self.unusable) if n != row), len(self.unusable))
 
     def domain_of(self, row: int) -> str:
         return self.domain_names[self.domains[row]]
@@ -471,10 +505,12 @@ def read_splits(
     seed: int,
     checks: Mapping[Split, ChecksRows] | None = None,
     read_train: ReadRow = parse_row,
+    drop: bool = False,
     read_val: ReadRow = parse_row,
 ) -> tuple[dict[Split, RowSet], list[str]]:
     """The valid rows of data.train and data.val, and all errors of other rows that can be found without a tokenizer,
-    one line each. `checks` are further checks of a split's rows; `read_train` and `read_val` parse raw rows."""
+    one line each. `checks` are further checks of a split's rows; `read_train` and `read_val` parse a raw row of a
+    split; with `drop`, unusable rows of a split without prompts are left out (RowSet)."""
     found: dict[Split, RowSet] = {}
     problems: list[str] = []
     splits: tuple[Split, ...] = ("train", "val")
@@ -482,7 +518,8 @@ def read_splits(
         if sources(config, split):
             try:
                 read = read_train if split == "train" else read_val
-                found[split] = RowSet(config, split, seed, (checks or {}).get(split), read)
+                drops = drop and (split == "train" or read_val is not parse_row)
+                found[split] = RowSet(config, split, seed, (checks or {}).get(split), read, drops)
             except ValueError as error:
                 problems += str(error).splitlines()
     return found, list(dict.fromkeys(problems))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -14,6 +14,7 @@ import numpy as np
 
 from hpcrl.config import DataConfig
 from hpcrl.data.files import BadRow, Table
+from hpcrl.data.pair_forms import UselessPair
 from hpcrl.data.places import open_table
 from hpcrl.data.rows import PROGRESS_ROWS, ReadRow, Row, keys_of, parse_row, sources
 from hpcrl.data.tasks import Split
@@ -48,6 +49,10 @@ class Survey:
         repeated: Number of rows whose prompt occurs in an earlier row, and the first of them.
         first: `file:line` and row to show; None if no row is usable.
         prompts: Hash of each prompt -> `file:line` of its first row.
+        useless: Why pairs teach nothing (UselessPair.kind) -> their number.
+        parts: Part of measured rows (chosen, rejected, good, bad) -> lengths of its answers; `whole` has the lengths of
+            the longer sequence of each row, with the prompt.
+        twins: Number of pairs and labelled rows that equal an earlier one, and the first of them.
     """
 
     sizes: dict[str, int] = field(default_factory=dict)
@@ -61,6 +66,9 @@ class Survey:
     repeated: tuple[int, Pair | None] = (0, None)
     first: tuple[str, Row] | None = None
     prompts: dict[bytes, str] = field(default_factory=dict)
+    useless: Counter[str] = field(default_factory=Counter)
+    parts: dict[str, list[int]] = field(default_factory=dict)
+    twins: tuple[int, Pair | None] = (0, None)
 
     @property
     def num_rows(self) -> int:
@@ -68,9 +76,7 @@ class Survey:
 
     def quantiles(self, *shares: float) -> list[int]:
         """Lengths that these shares of the measured prompts do not exceed; empty if none is measured."""
-        if not self.lengths:
-            return []
-        return [int(value) for value in np.quantile(self.lengths, shares, method="inverted_cdf")]
+        return quantiles(self.lengths, *shares)
 
     def overlap(self, other: Survey) -> tuple[int, Pair | None]:
         """Number of this split's prompts that the other has too, and the first of them."""
@@ -83,6 +89,11 @@ class Survey:
             self.refused.append(problem)
 
 
+def quantiles(lengths: Sequence[int], *shares: float) -> list[int]:
+    """Lengths that these shares of all do not exceed; empty if there are none."""
+    return [int(value) for value in np.quantile(lengths, shares, method="inverted_cdf")] if lengths else []
+
+
 def survey(
     config: DataConfig,
     split: Split,
@@ -90,11 +101,13 @@ def survey(
     measure: Callable[[Row], int] | None = None,
     check: Callable[[Row, str], str] | None = None,
     read: ReadRow = parse_row,
+    measure_parts: Callable[[Row], Mapping[str, int]] | None = None,
 ) -> Survey:
     """Read all rows of a split. ValueError if a source as a whole cannot be read.
 
     Args:
         measure: Length of a row's prompt.
+        measure_parts: Lengths of the answers of a pair or a labelled row, as in Survey.parts.
         check: A further check of a row and its `file:line`: its problem, or an empty text.
         read: Parser of a raw row.
     """
@@ -102,12 +115,16 @@ def survey(
     found = Survey(sizes={source.path: len(table) for source, table in tables})
     every = max(1, -(-found.num_rows // MAX_MEASURED))
     rows = (row for source, table in tables for row in _rows(table, keys_of(source, config), source.domain, read))
-    most = -1
+    most, known = -1, dict[bytes, str]()
     for number, (where, row) in enumerate(rows):
         if number and number % PROGRESS_ROWS == 0:
             logger.info("%d of %d rows of data.%s are read", number, found.num_rows, split)
-        problem = row if isinstance(row, str) else check(row, where) if check is not None else ""
-        if problem or isinstance(row, str):
+        if isinstance(row, BadRow):
+            found.refuse(str(row))
+            if isinstance(row, UselessPair):
+                found.useless[row.kind] += 1
+            continue
+        if check is not None and (problem := check(row, where)):
             found.refuse(problem)
             continue
         found.first = found.first or (where, row)
@@ -118,6 +135,15 @@ def survey(
         if (earlier := found.prompts.setdefault(key, where)) != where:
             count, pair = found.repeated
             found.repeated = count + 1, pair or Pair(where, earlier)
+        if row.rejected is not None or row.label is not None:
+            same = msgspec.msgpack.encode([key, row.turn, row.rejected and row.rejected.turn, row.label])
+            digest = hashlib.blake2b(same, digest_size=16).digest()
+            if (earlier := known.setdefault(digest, where)) != where:
+                count, pair = found.twins
+                found.twins = count + 1, pair or Pair(where, earlier)
+        if measure_parts is not None and number % every == 0:
+            for name, length in measure_parts(row).items():
+                found.parts.setdefault(name, []).append(length)
         if measure is not None and number % every == 0:
             length = measure(row)
             if length > most:
@@ -136,12 +162,12 @@ def prompt_hash(row: Row) -> bytes:
     return hashlib.blake2b(msgspec.msgpack.encode([messages, images]), digest_size=16).digest()
 
 
-def _rows(table: Table, config: DataConfig, domain: str | None, read: ReadRow) -> Iterator[tuple[str, Row | str]]:
-    """(`file:line`, row) of a table; an unusable row as its problem."""
+def _rows(table: Table, config: DataConfig, domain: str | None, read: ReadRow) -> Iterator[tuple[str, Row | BadRow]]:
+    """(`file:line`, row) of a table; an unusable row as its error."""
     fixed = domain or table.fixed_domain
     for index in range(len(table)):
         where = table.where(index)
         try:
             yield where, read(table.row(index), config, fixed, where, table.padded, table.folder(index))
         except BadRow as error:
-            yield where, str(error)
+            yield where, error

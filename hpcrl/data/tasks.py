@@ -55,6 +55,8 @@ class SortOptions(Section):
     """Minimum digits of a row."""
     max_digits: Positive = 7
     """Maximum digits of a row."""
+    pairs: bool = False
+    """Whether rows are pairs: `chosen` is the answer, `rejected` has two of its digits exchanged, or one replaced."""
 
     @model_validator(mode="after")
     def _in_order(self) -> SortOptions:
@@ -97,7 +99,22 @@ class ShapesOptions(Section):
 
 def _sort_digits(rng: random.Random, options: SortOptions) -> dict[str, Any]:
     digits = [rng.randrange(10) for _ in range(rng.randint(options.min_digits, options.max_digits))]
-    return {"prompt": f"sort: {_spaced(digits)}", "answer": _spaced(sorted(digits))}
+    row = {"prompt": f"sort: {_spaced(digits)}", "answer": _spaced(sorted(digits))}
+    if not options.pairs:
+        return row
+    rng = random.Random(row["prompt"])  # the other draws stay those of rows without pairs
+    return row | {"chosen": row["answer"], "rejected": _spaced(_wrong(rng, digits))}
+
+
+def _wrong(rng: random.Random, digits: list[int]) -> list[int]:
+    """The sorted digits with two different ones exchanged; equal digits with the last one replaced."""
+    ordered = sorted(digits)
+    different = [(i, j) for j in range(len(ordered)) for i in range(j) if ordered[i] != ordered[j]]
+    if not different:
+        return [*ordered[:-1], (ordered[-1] + 1) % 10]
+    i, j = rng.choice(different)
+    ordered[i], ordered[j] = ordered[j], ordered[i]
+    return ordered
 
 
 def _sort_pairs(rng: random.Random, options: SortOptions) -> dict[str, Any]:

@@ -108,7 +108,7 @@ def image_checks(
     return {
         split: ImageCheck(
             vision,
-            None if answers and split == "train" else prompts,
+            None if answers and (split == "train" or config.validates_rows) else prompts,
             "data.max_prompt_tokens",
             template,
             drops,
@@ -174,7 +174,7 @@ def check_media(config: Config, rows: Mapping[Split, RowSet], vision: Vision | N
     for split, found in rows.items():
         for kind, (count, where) in found.media.items():
             rest = f"leave such rows out ({count} of {len(found)} rows of data.{split})"
-            learns = split == "train" and config.learns
+            learns = config.learns and (split == "train" or config.validates_rows)
             for who, remedy in _refusing(config, kind, vision, generates[split], learns):
                 yield f"{where}: the row has {kind}s, which {who} does not take; {remedy}{rest}"
 
@@ -272,6 +272,9 @@ def show_rows(
     if check is not None and check.skipped[0]:
         count, where = check.skipped
         shown.notes.append(f"{where}: {REWRITES}; {count} rows of data.train are skipped for this reason")
+    if train is not None and train.num_left_out:
+        done = "rows of data.train are left out (data.unusable_rows=drop), the first of them:"
+        shown.notes += [f"{train.num_left_out} of {len(train)} {done}", *train.left_out]
     if train is not None and not (train.unlearnable and _learns_from_answers(config)):
         shown.examples += _examples(config, template, train)
     return shown
@@ -279,7 +282,7 @@ def show_rows(
 
 def _examples(config: Config, template: FolderTemplate, rows: RowSet) -> Iterator[tuple[str, str]]:
     """The first row of data.train as text: the prompt, and the answer that is trained on."""
-    row = rows.row(0)
+    row = rows.row(rows.first_usable)
     if config.env_of(row.domain) is not None:
         return  # the environment may change the first prompt
     try:
@@ -289,7 +292,8 @@ def _examples(config: Config, template: FolderTemplate, rows: RowSet) -> Iterato
             *_, (learned, _) = pieces = list(turns_of(template, row))
             yield "example", _quoted("".join(text for text, _ in pieces[:-1]))
             if row.rejected is None:
-                yield "", f"trained on: {_quoted(learned)}"
+                said = {None: "trained on", True: "trained on, as good", False: "trained on, as bad"}[row.label]
+                yield "", f"{said}: {_quoted(learned)}"
             else:
                 yield "", f"chosen: {_quoted(learned)}"
                 yield "", f"rejected: {_quoted(list(turns_of(template, row.rejected))[-1][0])}"

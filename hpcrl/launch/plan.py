@@ -27,6 +27,13 @@ from hpcrl.spec.extras import version_of
 
 NODE_LOCAL = ("/tmp", "/var/tmp", "/dev/shm", "/run")
 """Folders that are usually local to each machine."""
+LONGER = {
+    "drop": "are dropped",
+    "keep_start": "lose the end of the answer",
+    "keep_end": "lose the beginning of the prompt",
+    "error": "end the run",
+}
+"""data.overlong_sequences -> what happens to such rows."""
 
 
 @dataclass
@@ -97,6 +104,8 @@ def _inputs(
     for role, path in (("reference", config.reference.path), ("teacher", config.teacher.path)):
         if layout.ranks[role] and path is not None:
             yield "", f"{role} {_folder(path)}, frozen"
+    if config.uses_reference and config.reference.cache is not None:
+        yield "", f"log-probs of the reference, computed once before the first step, in {config.reference.cache}"
     yield from _engines(config)
     if not config.generates and config.learns_from_rewards:
         yield "data", f"train rollouts of {config.load_rollouts}"
@@ -287,7 +296,10 @@ def _batch(config: Config, layout: RoleLayout) -> str:
     if division.is_split:
         trainers += f" in {len(division.groups)} data-parallel group(s)"
     if (batch_size := config.pipeline_spec.batch_size) is not None:
-        return f"{batch_size(config)} rows a step over {trainers}"
+        most = config.data.max_sequence_tokens
+        limit = "the model's context" if most is None else f"{most} tokens"
+        longer = LONGER[config.data.overlong_sequences]
+        return f"{batch_size(config)} rows a step over {trainers}, of up to {limit}; longer ones {longer}"
     rollout, algorithm = config.rollout, config.algorithm
     samples, updates = rollout.num_prompts * rollout.group_size, algorithm.num_mini_batches * algorithm.ppo_epochs
     if not config.generates:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -95,7 +96,7 @@ def prepare(argv: Sequence[str]) -> tuple[Config, RoleLayout, ModelFolder | None
 
 def _check_inputs(reading: LoadedConfig, config: Config, layout: RoleLayout | None) -> ShownRows:
     """Checks prompt files, rewards and stored rollouts; returns the plan's summary. `layout` is None if impossible."""
-    from hpcrl.data import check_answers, check_shares, head_row_reader, parse_pair, parse_row, read_splits
+    from hpcrl.data import READERS, check_answers, check_shares, head_row_reader, parse_row, read_splits
     from hpcrl.envs.factory import validate_envs
     from hpcrl.launch.data_summary import (
         check_media,
@@ -115,9 +116,6 @@ def _check_inputs(reading: LoadedConfig, config: Config, layout: RoleLayout | No
     if config.debug != "train_only" or config.evaluates:
         template = _check_template(reading, config)
         checks = row_checks(config, template)
-        read_train = parse_pair if config.pipeline_spec.pairs else parse_row
-        read_val = read_train if config.validates_rows else parse_row
-        readers = (head_row_reader(config),) * 2 if config.trains_head else (read_train, read_val)
         vision, unusable = None, False
         try:
             vision = find_vision(config)
@@ -126,7 +124,10 @@ def _check_inputs(reading: LoadedConfig, config: Config, layout: RoleLayout | No
             unusable = True
             reading.add([Problem((), str(error), (("model", "path"), ("data", "max_pixels")))])
         seeing = image_checks(config, vision, template, checks, vision_of_judge(config))
-        rows, wrong = read_splits(config.data, config.seed, seeing or checks, *readers)
+        drops = not config.learns_from_rewards and config.data.unusable_rows == "drop"
+        read = head_row_reader(config) if config.trains_head else READERS[config.row_kind]
+        read_val = read if config.validates_rows else parse_row
+        rows, wrong = read_splits(config.data, config.seed, seeing or checks, read, drops, read_val)
         wrong += check_own_variables(config, rows)
         wrong += check_media(config, rows, vision) if not unusable else []
         if config.learns_from_rewards:
@@ -233,6 +234,11 @@ def _check_model(reading: LoadedConfig, config: Config) -> ModelFolder | None:
 def _check_frozen(role: str, used: bool, reading: LoadedConfig, config: Config, policy: ModelFolder | None) -> Config:
     """The configuration with the folder of the `path` of the section reference or teacher in place of a hub name."""
     section: ReferenceConfig | TeacherConfig = getattr(config, role)
+    if role == "reference" and used and config.reference.cache is not None:
+        cache = Path(config.reference.cache).expanduser().absolute()
+        reading.add(list(_check_cache(cache)))
+        section = config.reference.model_copy(update={"cache": str(cache)})
+        config = config.model_copy(update={"reference": section})
     if not used or section.path is None:
         return config
     key = (role, "path")
@@ -293,6 +299,14 @@ def _check_reward_model(reading: LoadedConfig, config: Config) -> Config:
         problems.append(Problem(at, f"reward_model.max_tokens: {text}", (("reward_model", "path"),)))
     reading.add(problems)
     return config.model_copy(update={"reward_model": own.model_copy(update={"path": path})})
+
+
+def _check_cache(cache: Path) -> Iterator[Problem]:
+    """Why log-probs cannot be stored in this folder, which need not exist yet."""
+    there = next(path for path in (cache, *cache.parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        why = "is not a folder" if not there.is_dir() else "is not writable"
+        yield Problem(("reference", "cache"), f"reference.cache: {there} {why}; give a folder for stored log-probs")
 
 
 def _look_into(

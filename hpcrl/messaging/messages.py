@@ -210,12 +210,15 @@ class TransferRollouts(Message):
 
 
 class LoadRows(Message):
-    """Form batch `batch` from the rows of a split of the data, which supervised pipelines train on: sequence n belongs
-    to row n // per_row (hpcrl.data.answers)."""
+    """Form batch `batch` from the rows of data.train or data.val: sequence n belongs to row n // per_row
+    (hpcrl.data.answers). With `answers`, each sequence ends with the answer of the sequence given there, cut so that it
+    has at most `max_tokens`."""
 
     batch: int
     sequences: list[int]
     split: Literal["train", "val"] = "train"
+    answers: list[int] = []
+    max_tokens: int = 0
 
 
 class MixRows(Message):
@@ -251,6 +254,22 @@ class Teach(Message):
     batch: int
     widths: dict[str, int]
     micro_batches: list[list[int]]
+
+
+class StoreLogprobs(Message):
+    """Write the trained tokens' values of the batch's field as a part of this folder (hpcrl.data.stored_logprobs)."""
+
+    batch: int
+    field: str
+    folder: str
+
+
+class ReadLogprobs(Message):
+    """Fill the batch's field from this folder (hpcrl.data.stored_logprobs)."""
+
+    batch: int
+    into: str
+    folder: str
 
 
 class Values(Message):
@@ -306,6 +325,16 @@ class ScoreRows(Message):
     micro_batches: list[list[int]]
     tokens: float
     sequences: float
+
+
+class LossStats(Message):
+    """Statistics of the loss of the whole batch, whose old_logprobs are the policy's, without a step. The other fields
+    are as in TrainStep."""
+
+    batch: int
+    tokens: float
+    sequences: float
+    coefficients: dict[str, float] = {}
 
 
 class TrainCritic(Message):
@@ -389,6 +418,10 @@ class LoadReference(Message):
     folder: str
 
 
+class ReleaseReference(Message):
+    """Free the reference's engine, which gets no further command."""
+
+
 class Export(Message):
     """Write the policy in HF layout."""
 
@@ -426,6 +459,8 @@ Command = (
     | LoadRollouts
     | Logprobs
     | Teach
+    | StoreLogprobs
+    | ReadLogprobs
     | Values
     | SendTokens
     | SetSampleWeights
@@ -433,6 +468,7 @@ Command = (
     | BroadcastBatch
     | TrainStep
     | ScoreRows
+    | LossStats
     | TrainCritic
     | DropBatch
     | WriteRollouts
@@ -443,6 +479,7 @@ Command = (
     | FinishCheck
     | LoadState
     | LoadReference
+    | ReleaseReference
     | Export
     | ExportCritic
 )

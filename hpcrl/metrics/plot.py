@@ -22,6 +22,9 @@ PANELS = (
     ("critic/rewards/mean", "training reward", "#3b6fb6"),
     ("sft/loss", "training loss", "#7a5195"),
     ("rm/loss", "training loss of the reward model", "#7a5195"),
+    ("loss", "training loss", "#7a5195"),
+    ("rewards/accuracies", "pairs ranked as labelled", "#3b6fb6"),
+    ("val/rewards/accuracies", "held-out pairs ranked as labelled", "#d1603d"),
     ("val/score/mean", "validation accuracy", "#d1603d"),
     ("val/accuracy", "held-out accuracy", "#d1603d"),
 )

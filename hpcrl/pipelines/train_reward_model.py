@@ -45,7 +45,7 @@ def _unread(config: Any) -> Iterator[tuple[Path, Path, str]]:
     other = [("eval", key) for key in type(config.eval).model_fields if key != "num_prompts"]
     for path in (("algorithm",), ("env",), ("reward",), ("rollout",), ("generator",), *other):
         yield path, cause, "the reward_model pipeline generates nothing"
-    for key in ("max_prompt_tokens", "overlong_prompts"):
+    for key in ("max_prompt_tokens", "overlong_prompts", "max_sequence_tokens", "overlong_sequences"):
         yield ("data", key), cause, "the length of dialogues is rm.max_tokens"
     if config.rm.rows != "pairs":
         yield ("rm", "center_coef"), ("rm", "rows"), f"rm.rows is {config.rm.rows}"
@@ -61,6 +61,7 @@ SPEC = PipelineSpec(
     check=_check,
     learns_from_rewards=False,
     objective="hpcrl.algorithms.scalar_objective:make",
+    rows=lambda config: "pairs" if config.rm.rows == "pairs" else "answers",
     batch_size=lambda config: config.rm.batch_size,
     validates_rows=lambda config: True,
     unread=_unread,

@@ -52,7 +52,7 @@ def split_size(parameter: Parameter, shape: ModelShape, tensor: int, experts: in
 def samples_of_a_step(config: Config) -> int:
     """Sequences per step."""
     if (batch_size := config.pipeline_spec.batch_size) is not None:
-        return batch_size(config) * config.sequences_per_row
+        return batch_size(config) * (2 if config.row_kind == "pairs" else 1)
     return config.rollout.num_prompts * config.rollout.group_size
 
 

@@ -36,6 +36,7 @@ MAY_CHANGE = (
     "dry_run",
     "check_weights",
     "model.mtp",
+    "reference.cache",
     "run_name",
     "run_dir",
     "trackers",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Literal
 
 from hpcrl.spec.division import Division
 from hpcrl.spec.fields import Section
@@ -15,6 +15,8 @@ from hpcrl.spec.table import load
 from hpcrl.spec.weight_layout import RequiredSlices, all_weights
 
 Check = Callable[[Any], Iterable[Problem]]
+RowKind = Literal["answers", "pairs", "labelled"]
+"""What the rows of a pipeline that does not learn from rewards have (docs/data.md)."""
 
 
 def _nothing(config: Any) -> Iterable[Problem]:
@@ -105,12 +107,16 @@ class PipelineSpec(Spec):
     """Whether every prompt needs a reward; otherwise a domain without one scores 0 (the reward `none`)."""
     batch_size: Callable[[Any], int] | None = None
     """Rows of a step, if the rows are not prompts with groups of responses."""
-    pairs: bool = False
-    """Whether its rows are not prompts but pairs of a chosen and a rejected answer (hpcrl.data.pairs). A pair becomes
-    two sequences with one group id, first the chosen one (field `chosen`), on one rank in one micro-batch."""
+    rows: RowKind | Callable[[Any], RowKind] = "answers"
+    """What its rows have, if it does not learn from rewards, or a function of the configuration that says it: answers;
+    pairs of a chosen and a rejected answer (hpcrl.data.pairs), which become two sequences with one group id, first the
+    chosen one (field `chosen`), on one rank in one micro-batch; or answers with a label (hpcrl.data.labelled), which
+    becomes the field `chosen`. A function must need only the pipeline's own section."""
     objective: str = ""
     """`module:NAME` of the objective if the run has no algorithm; called with the pipeline's section if it takes an
     argument."""
+    uses_reference: Callable[[Any], bool] = lambda config: False
+    """Whether it reads the reference's log-probs, if this depends on the configuration (otherwise see `roles`)."""
     validates_rows: Callable[[Any], bool] = lambda config: False
     """Whether data.val has rows like data.train, on which it computes its loss, instead of prompts."""
     unread: Callable[[Any], Iterable[tuple[Path, Path, str]]] = lambda config: ()
@@ -123,6 +129,10 @@ class PipelineSpec(Spec):
     """Its defaults for the keys of the section loss (hpcrl.config.loss_weights) that differ from the section's."""
     work: Callable[[Any], str] | None = None
     """The plan's description of a pipeline without steps."""
+
+    def row_kind(self, config: Any) -> RowKind:
+        """What the rows of this configuration have."""
+        return self.rows if isinstance(self.rows, str) else self.rows(config)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -322,6 +332,26 @@ class AlgorithmSpec(Spec):
     def reads_weights(self) -> bool:
         """Whether its objective reads the weights of the section loss."""
         return self.weighs_losses or self.objective == POLICY_GRADIENT
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairLossSpec(Spec):
+    """A loss of pipeline=dpo. `make(chosen, rejected, section)` gets float32 [P] scores of P pairs and returns the
+    pairs' losses [P] (hpcrl.algorithms.pairs.objective); for `labelled` losses it is `make(ratios, chosen, kl,
+    section)`."""
+
+    keys: tuple[str, ...] = ()
+    """Keys of the section that not all losses read, and this one does."""
+    beta: float = 0.1
+    """Default of `beta`."""
+    sft_weight: float = 0.0
+    """Default of `sft_weight`."""
+    reference: bool = True
+    """Whether scores are ratios to the reference's log-probs."""
+    per_token: bool = False
+    """Whether scores are always means per token."""
+    labelled: bool = False
+    """Whether it is a loss of single answers that are labelled good or bad."""
 
 
 @dataclass(frozen=True, kw_only=True)

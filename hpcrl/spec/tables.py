@@ -6,6 +6,7 @@ from hpcrl.spec.kinds import (
     AlgorithmSpec,
     EnvSpec,
     GenEngineSpec,
+    PairLossSpec,
     PipelineSpec,
     RewardSpec,
     RoleSpec,
@@ -21,6 +22,7 @@ PIPELINES = SpecTable(
         "rlvr": "hpcrl.pipelines.rlvr:SPEC",
         "sft": "hpcrl.pipelines.sft:SPEC",
         "reward_model": "hpcrl.pipelines.train_reward_model:SPEC",
+        "dpo": "hpcrl.pipelines.dpo:SPEC",
         "agentic": "hpcrl.pipelines.agentic:SPEC",
         "distill": "hpcrl.pipelines.distill:SPEC",
         "evaluate": "hpcrl.pipelines.evaluate:SPEC",
@@ -82,6 +84,20 @@ ALGORITHMS = SpecTable(
         "turn_reinforce": "hpcrl.algorithms.spec:TURN_REINFORCE_SPEC",
         "turn_gae": "hpcrl.algorithms.spec:TURN_GAE_SPEC",
         "gigpo": "hpcrl.algorithms.spec:GIGPO_SPEC",
+    },
+)
+
+DPO_LOSSES = SpecTable(
+    "loss on pairs",
+    PairLossSpec,
+    {
+        "sigmoid": "hpcrl.algorithms.pairs.spec:SIGMOID",
+        "ipo": "hpcrl.algorithms.pairs.spec:IPO",
+        "robust": "hpcrl.algorithms.pairs.spec:ROBUST",
+        "simpo": "hpcrl.algorithms.pairs.spec:SIMPO",
+        "orpo": "hpcrl.algorithms.pairs.spec:ORPO",
+        "cpo": "hpcrl.algorithms.pairs.spec:CPO",
+        "kto": "hpcrl.algorithms.pairs.spec:KTO",
     },
 )
 

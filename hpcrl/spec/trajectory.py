@@ -234,8 +234,8 @@ declare(
         "bool",
         Level.ROW,
         Origin.PACKING,
-        "true: the chosen part of a pair, false: the rejected part; both have the same group id; only of rows that are "
-        "pairs",
+        "true: the chosen part of a pair or a good answer, false: the rejected part or a bad answer; both parts of a "
+        "pair have the same group id; only of rows that are pairs or labelled",
         optional=True,
     ),
     Field(

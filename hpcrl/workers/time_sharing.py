@@ -57,7 +57,10 @@ class TimeSharing:
 
     def enter(self, command: object) -> None:
         """Called before each command. Offloads and onloads if the command begins another phase."""
-        engines = {name: cast(EngineRole, self._roles[name]).engine for name in ENGINE_ROLES if name in self._roles}
+        holding = [
+            name for name in ENGINE_ROLES if hasattr(self._roles.get(name), "engine")
+        ]  # a reference may be freed
+        engines = {name: cast(EngineRole, self._roles[name]).engine for name in holding}
         if isinstance(command, BuildRole):
             if command.role == "generator":
                 self._turn = "generate"

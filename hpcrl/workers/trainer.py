@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,13 +13,14 @@ import torch
 from torch import Tensor
 
 from hpcrl.algorithms.factory import make_algorithm
-from hpcrl.algorithms.interface import AdvantageEstimator, Outputs, RewardTable
+from hpcrl.algorithms.interface import AdvantageEstimator, Outputs, RewardTable, required
 from hpcrl.algorithms.metrics import advantage_stats, batch_stats, domain_stats
 from hpcrl.algorithms.token_losses import fill_weights
 from hpcrl.comm.data_parallel import DataParallel
 from hpcrl.config import Config
 from hpcrl.data import HeadRows, SFTRows, sft_rows
-from hpcrl.data.answers import TrainedSequence
+from hpcrl.data.answers import TrainedSequence, with_answer_of
+from hpcrl.data.stored_logprobs import StoredLogprobs, write_part
 from hpcrl.engines.expert_routes import routes_of
 from hpcrl.engines.train.teacher_head import read_teacher_head
 from hpcrl.engines.train.training_engine import (
@@ -39,8 +41,12 @@ from hpcrl.messaging.messages import (
     LoadRollouts,
     LoadRows,
     Logprobs,
+    LossStats,
     MixRows,
+    ReadLogprobs,
+    ReleaseReference,
     ScoreRows,
+    StoreLogprobs,
     TrainStep,
     WriteRollouts,
 )
@@ -100,14 +106,16 @@ class EngineRole:
 
     def _load_rows(self, command: LoadRows, seq: int) -> Done:
         if command.split not in self._rows:
-            config, tokenizer = self._worker.config, self._worker.tokenizer
-            pairs = config.pipeline_spec.pairs
+            config, worker = self._worker.config, self._worker
+            given = (worker.tokenizer, config.seed, config.row_kind, worker.model_path)
             self._rows[command.split] = (
-                HeadRows(config, command.split, tokenizer)
+                HeadRows(config, command.split, worker.tokenizer)
                 if config.trains_head
-                else sft_rows(config.data, command.split, tokenizer, config.seed, pairs)
+                else sft_rows(config.data, command.split, *given)
             )
-        self._worker.batches[command.batch] = batch_of_rows(self._rows[command.split], command.sequences)
+        rows = self._rows[command.split]
+        batch = batch_of_rows(rows, command.sequences, command.answers, command.max_tokens)
+        self._worker.batches[command.batch] = batch
         return Done(seq)
 
     def _load_rollouts(self, command: LoadRollouts, seq: int) -> Done:
@@ -162,10 +170,16 @@ class ReferenceRole(EngineRole):
         return self._make(own, Path(self._worker.config.reference.path or model_path))
 
     def handlers(self) -> dict[type, Callable[[Any, int], Any]]:
-        return super().handlers() | {LoadReference: self._load_reference}
+        return super().handlers() | {LoadReference: self._load_reference, ReleaseReference: self._release}
+
+    def _release(self, command: ReleaseReference, seq: int) -> Done:
+        del self.engine
+        gc.collect()
+        return Done(seq)
 
     def _load_reference(self, command: LoadReference, seq: int) -> Done:
-        del self.engine
+        if hasattr(self, "engine"):  # it may have been freed
+            del self.engine
         gc.collect()  # frees the old engine's memory before the new engine needs it
         self.engine = self._make_engine(Path(command.folder))
         return Done(seq)
@@ -178,6 +192,7 @@ class TrainerRole(EngineRole):
 
     def __init__(self, worker: Rank):
         super().__init__(worker)
+        self._stored: StoredLogprobs | None = None
         check_objective(self.engine, self._algorithm.objective)
         divergence = self._algorithm.objective.divergence
         if divergence is not None and divergence.form == "full":
@@ -192,9 +207,39 @@ class TrainerRole(EngineRole):
             TrainStep: self._train_step,
             ScoreRows: self._score_rows,
             MixRows: self._mix_rows,
+            LossStats: self._loss_stats,
             WriteRollouts: self._write_rollouts,
+            StoreLogprobs: self._store_logprobs,
+            ReadLogprobs: self._read_logprobs,
             Export: self.export,
         }
+
+    def _store_logprobs(self, command: StoreLogprobs, seq: int) -> Done:
+        batch = self._worker.batches[command.batch]
+        fields = getattr(batch, command.field), batch.loss_mask, batch.cu_seqlens
+        values, mask, starts = (field.numpy() for field in fields)
+        rows = [values[first:end][mask[first:end]] for first, end in pairwise(starts.tolist())]
+        write_part(Path(command.folder), command.batch, self._worker.world.rank, batch.sample_ids.tolist(), rows)
+        return Done(seq)
+
+    def _read_logprobs(self, command: ReadLogprobs, seq: int) -> Done:
+        batch, folder = self._worker.batches[command.batch], Path(command.folder)
+        if self._stored is None:
+            self._stored = StoredLogprobs(folder)
+        sizes = torch.zeros(batch.num_sequences, dtype=torch.int64).index_add(0, batch.row_ids, batch.loss_mask.long())
+        try:
+            rows = [self._stored.values(sequence) for sequence in batch.sample_ids.tolist()]
+        except KeyError as error:
+            rows = []
+            if len(sizes):
+                raise ValueError(f"{folder} lacks the log-probs of sequence {error}: another run changed it") from error
+        if list(map(len, rows)) != sizes.tolist():
+            raise ValueError(f"{folder} has log-probs of other rows; remove it, and start again")
+        values = torch.zeros(batch.num_tokens)
+        if rows:
+            values[batch.loss_mask] = torch.from_numpy(np.concatenate(rows))
+        setattr(batch, command.into, values)
+        return Done(seq)
 
     def _advantages(self, command: Advantages, seq: int) -> Done:
         batch, estimator = self._worker.batches[command.batch], self._algorithm.estimator
@@ -239,6 +284,15 @@ class TrainerRole(EngineRole):
         batches[command.batch] = with_answers(batches[command.batch], answers, config.imitation.ce)
         return Done(seq)
 
+    def _loss_stats(self, command: LossStats, seq: int) -> Done:
+        batch, objective = self._worker.batches[command.batch], self._algorithm.objective
+        if not self._ranks.is_head or not batch.num_sequences:
+            return Done(seq)
+        self._algorithm.take(command.coefficients)
+        outputs = Outputs(required(batch, "old_logprobs", "a loss without a step"))
+        _, stats = objective.loss(outputs, batch, Norms(command.tokens, command.sequences))
+        return Done(seq, stats=stats)
+
     def _write_rollouts(self, command: WriteRollouts, seq: int) -> Done:
         batch = without_answers(self._worker.batches[command.batch])
         num_files, folder = self._ranks.num_data_parallel, Path(command.folder)
@@ -279,19 +333,25 @@ def _gather_rewards(batch: Batch, ranks: DataParallel, domains: dict[str, list[i
     return RewardTable(rewards, groups, ids[order], scores, lengths, truncated, domains, baselines, decoupled)
 
 
-def batch_of_rows(rows: SFTRows, sequences: Sequence[int]) -> Batch:
-    """The batch of these sequences; sequence n belongs to row n // per_row, which is its group."""
+def batch_of_rows(rows: SFTRows, sequences: Sequence[int], answers: Sequence[int] = (), max_tokens: int = 0) -> Batch:
+    """The batch of these sequences; sequence n belongs to row n // per_row, which is its group. With `answers`, each
+    ends with the answer of the sequence given there, cut so that it has at most max_tokens."""
     groups = [sequence // rows.per_row for sequence in sequences]
-    encoded = {row: rows.sequences(row) for row in dict.fromkeys(groups)}
-    samples = [_supervised_sample(n, encoded[row][n % rows.per_row]) for n, row in zip(sequences, groups, strict=True)]
+    encoded = {row: rows.encode(row) for row in sorted({n // rows.per_row for n in (*sequences, *answers)})}
+    parts = [(encoded[row], n % rows.per_row) for n, row in zip(sequences, groups, strict=True)]
+    found = [row.sequences[k] for row, k in parts]
+    if answers:
+        others = (encoded[n // rows.per_row].sequences[n % rows.per_row] for n in answers)
+        found = [with_answer_of(own, other, max_tokens) for own, other in zip(found, others, strict=True)]
+    samples = [_supervised_sample(n, sequence) for n, sequence in zip(sequences, found, strict=True)]
     batch = batch_from_samples(samples, groups)
-    if rows.per_row > 1:
-        batch.chosen = torch.tensor([n % rows.per_row == 0 for n in sequences], dtype=torch.bool)
+    if rows.kind != "answers":
+        batch.chosen = torch.tensor([row.chosen[k] for row, k in parts], dtype=torch.bool)
     if isinstance(rows, HeadRows):
         batch.targets = torch.zeros(batch.num_tokens)
         of_row = {row: rows.targets(row) for row in encoded}
-        found = [of_row[row][n % rows.per_row] for n, row in zip(sequences, groups, strict=True)]
-        batch.targets[batch.loss_mask] = torch.tensor([target for each in found for target in each])
+        given = [of_row[row][n % rows.per_row] for n, row in zip(sequences, groups, strict=True)]
+        batch.targets[batch.loss_mask] = torch.tensor([target for each in given for target in each])
     return batch
 
 

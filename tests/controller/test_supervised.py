@@ -114,9 +114,71 @@ def test_a_pair_stays_on_one_rank_and_micro_batch_or_is_dropped_whole(tmp_path: 
         for micro_batch in micro_batches:
             held = [assigned[rank][place] for place in micro_batch]
             assert held[1::2] == [n + 1 for n in held[::2]], "whole pairs, chosen first"
-    batch = batch_of_rows(sft_rows(config.data, "train", tokenizer, pairs=True), assigned[1]).check()
+    batch = batch_of_rows(sft_rows(config.data, "train", tokenizer, kind="pairs"), assigned[1]).check()
     assert batch.chosen is not None and batch.chosen.tolist() == [True, False] * (len(assigned[1]) // 2)
     assert batch.group_ids.tolist() == [n // 2 for n in assigned[1]] and batch.sample_ids.tolist() == assigned[1]
     assert batch.lengths.tolist() == [sizes[n].total for n in assigned[1]]
-    empty = batch_of_rows(sft_rows(config.data, "train", tokenizer, pairs=True), [])
+    empty = batch_of_rows(sft_rows(config.data, "train", tokenizer, kind="pairs"), [])
     assert empty.chosen is not None and empty.chosen.tolist() == [] and empty.num_sequences == 0
+
+
+def labelled_rows(tmp_path: Path, lines: Sequence[Mapping[str, Any]], *words: str) -> tuple[AnswerRows, Any, Loaded]:
+    tokenizer = forgetful_tokenizer(tmp_path)
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    given = [f"data.train={path}", "pipeline=tests.e2e.labelled:SPEC", "cluster.device=cpu", *words]
+    config, trainer = load(given), Loaded()
+    rows = AnswerRows(trainer, config, tokenizer, tmp_path / "model")  # type: ignore[arg-type]
+    return rows, sft_rows(config.data, "train", tokenizer, kind=config.row_kind, model=tmp_path / "model"), trainer
+
+
+def test_labelled_answers_and_pairs_become_marked_sequences(tmp_path: Path) -> None:
+    rows, same, trainer = labelled_rows(
+        tmp_path,
+        [
+            {"prompt": "a", "completion": "b", "label": False},
+            {"prompt": "a", "chosen": "c", "rejected": "d"},
+            {"prompt": "a", "completion": "e", "label": True},
+        ],
+        "own.kind=labelled",
+    )
+    sequences: Any = rows.next(1)
+    assert sequences == [0, 2, 3, 4] and trainer.together == {}
+    assert rows.stats["rows/skipped"].total == 0 and rows.stats["_samples"].total == 4
+    batch = batch_of_rows(same, [4, 0, 3, 2]).check()
+    assert batch.chosen is not None and batch.chosen.tolist() == [True, False, False, True]
+    assert batch.group_ids.tolist() == [2, 0, 1, 1]
+
+
+def test_rows_over_the_limit_are_dropped_or_cut_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [{"prompt": "a" * n, "chosen": "b" * n, "rejected": "c"} for n in (1, 2, 30)]
+    words = ["own.kind=pairs", "data.max_sequence_tokens=50"]
+    rows, _, _ = labelled_rows(tmp_path, lines, *words)
+    sequences: Any = rows.next(1)
+    counts = {name: rows.stats[f"rows/{name}"].total for name in ("skipped", "too_long", "cut")}
+    assert len(sequences) == 4 and counts == {"skipped": 1, "too_long": 1, "cut": 0}
+    assert (
+        "rows.jsonl:3: the row has 67 tokens with its answer, more than data.max_sequence_tokens=50; the row is sk"
+        in (told := capsys.readouterr().out)
+    ), told
+    rows, same, trainer = labelled_rows(tmp_path, lines, *words, "data.overlong_sequences=keep_start")
+    rows.next(1)
+    rows.next(2)
+    counts = {name: rows.stats[f"rows/{name}"].total for name in ("skipped", "too_long", "cut")}
+    assert counts == {"skipped": 0, "too_long": 0, "cut": 1} and max(s.total for s in trainer.sizes.values()) == 50
+    assert batch_of_rows(same, [4, 5]).lengths.max() == 50, "ranks cut like the controller"
+    told = capsys.readouterr().out
+    assert told.count("rows.jsonl:3: 17 tokens over data.max_sequence_tokens=50 are cut") == 1, told
+
+
+def test_rows_left_out_are_told_at_the_start_and_steps_stay_whole(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = [{"prompt": "a", "chosen": "b", "rejected": "b" if n % 2 else "c"} for n in range(8)]
+    rows, _, _ = labelled_rows(tmp_path, lines, "own.kind=pairs", "data.unusable_rows=drop")
+    for step in (1, 2):
+        sequences: Any = rows.next(step)
+        assert len(sequences) == 8 and rows.stats["rows/skipped"].total == 0
+    told = capsys.readouterr().out
+    assert "4 rows of data.train are left out (data.unusable_rows=drop)" in told
+    assert "left out: " in told and "rows.jsonl:2: chosen and rejected are equal" in told

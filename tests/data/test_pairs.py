@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from hpcrl.config import DataConfig
-from hpcrl.data import parse_pair, read_splits, sft_rows
+from hpcrl.data import read_splits, sft_rows
+from hpcrl.data.pairs import parse_pair
 from hpcrl.data.rendering import RowCheck
 
 END = "<|im_end|>"
@@ -18,7 +19,7 @@ GOOD, BAD = {"role": "assistant", "content": "four"}, {"role": "assistant", "con
 
 
 def pairs(path: str, tokenizer: Any, **config: Any) -> Any:
-    return sft_rows(DataConfig(train=path, **config), "train", tokenizer, pairs=True)
+    return sft_rows(DataConfig(train=path, **config), "train", tokenizer, kind="pairs")
 
 
 def problems(path: str) -> list[str]:
@@ -107,9 +108,9 @@ def test_the_template_may_rewrite_a_prompt_but_not_a_trained_turn(tokenizer: Any
     [
         (
             {"prompt": "a", "rejected": "b"},
-            "no chosen: a row of a pair has the columns chosen and rejected; the row has",
+            "no chosen: a pair has the columns chosen and rejected (data.chosen_key, data.rejected_key); the row has",
         ),
-        ({"prompt": "a", "chosen": "b", "rejected": None}, "no rejected: a row of a pair"),
+        ({"prompt": "a", "chosen": "b", "rejected": None}, "no rejected: a pair"),
         (
             {"chosen": "b", "rejected": "c"},
             "no prompt: chosen and rejected have only answers, and the row has none of prompt, ",

@@ -165,3 +165,44 @@ def test_torch_is_not_imported(tmp_path: Path) -> None:
     code = "import sys; from hpcrl.commands.show_data import main; main(sys.argv[1:]); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.endswith("False\n")
+
+
+PAIRS = [
+    {"prompt": "a", "chosen": "12345", "rejected": "1"},
+    {"prompt": "a", "chosen": "123", "rejected": "12"},
+    {"prompt": " A ", "chosen": "123", "rejected": "12"},
+    {"prompt": "b", "chosen": "1", "rejected": "1"},
+    {"prompt": "b", "chosen": "1", "rejected": "2", "score_chosen": 3, "score_rejected": 3},
+    {"prompt": "b", "chosen": "1", "rejected": ""},
+]
+
+
+def test_pairs_are_known_by_their_columns_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path / "pairs.jsonl", *PAIRS)
+    assert main([path, "--json"]) == 1
+    told = json.loads(capsys.readouterr().out)["data.train"]
+    assert (told["num_refused"], told["useless"], told["num_equal"]) == (3, {"equal": 1, "tied": 1, "empty": 1}, 1)
+    assert {name: (of["min"], of["max"]) for name, of in told["parts"].items()} == {
+        "chosen": (3, 5), "rejected": (1, 2), "whole": (4, 6)
+    }  # fmt: skip
+    assert main([path, "data.unusable_rows=drop"]) == 0
+    out = capsys.readouterr().out
+    assert "refused     3 rows (left out: data.unusable_rows=drop); of the pairs 1 equal, 1 tied, 1 empty" in out
+    assert f"repeated    1 of 3 rows equal an earlier one, first {path}:3 (as {path}:2)" in out
+
+
+def test_labelled_rows_and_a_named_pipeline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from hpcrl.engines.tiny import make_tiny_model
+
+    folder = tmp_path / "model"
+    make_tiny_model(TinyModel(hidden_size=16, num_layers=1, num_heads=2, num_kv_heads=1, intermediate_size=16), folder)
+    rows = [{"prompt": "a", "completion": "b" * n, "label": n > 2} for n in (1, 2, 3)]
+    path = write(tmp_path / "rows.jsonl", *rows, {"prompt": "a", "completion": "b", "label": "yes"})
+    assert main([path, f"model.path={folder}", "data.max_sequence_tokens=4"]) == 1
+    out = capsys.readouterr().out
+    assert "good        min 4, " in out and "bad         min 2, " in out, "with the end token"
+    assert " tokens; 3 above data.max_sequence_tokens=4, data.overlong_sequences=drop" in out
+    assert f"{path}:4: label must be true or false" in out
+    assert main([path, "pipeline=sft", "--json"]) == 0, "its rows are answers, which have no label"
+    assert main([path, "pipeline=tests.e2e.simpo:SPEC", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["data.train"]["num_refused"] == 4

@@ -39,6 +39,18 @@ def test_add_answers_are_correct():
         assert 0 <= int(a) < 100 and 0 <= int(b) < 100 and int(row["answer"]) == int(a) + int(b)
 
 
+def test_pairs_of_sorted_digits_have_a_wrong_answer_and_the_prompts_of_other_rows() -> None:
+    options = {"pairs": True, "min_digits": 1, "max_digits": 5}
+    task = make_task("task:sort_digits", options, None, 0, "train")
+    plain = make_task("task:sort_digits", options | {"pairs": False}, None, 0, "train")
+    for index in range(300):
+        row = task.row(index)
+        asked, wrong = row["prompt"].removeprefix("sort: ").split(), row["rejected"].split()
+        assert row["chosen"] == row["answer"] == " ".join(sorted(asked))
+        assert len(wrong) == len(asked) and row["rejected"] != row["chosen"]
+        assert {key: row[key] for key in ("prompt", "answer")} == plain.row(index)
+
+
 @pytest.mark.parametrize("name", ["task:sort_digits", "task:add"])
 def test_validation_rows_never_occur_in_training_under_any_seeds(name: str):
     train = {row["prompt"] for seed in (0, 1) for row in rows(name, seed, "train", 2000)}

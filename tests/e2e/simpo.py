@@ -26,7 +26,7 @@ SPEC = PipelineSpec(
     about="SimPO (arXiv 2405.14734).",
     make="tests.e2e.simpo:train",
     learns_from_rewards=False,
-    pairs=True,
+    rows="pairs",
     objective="tests.e2e.simpo_loss:SimPO",
     batch_size=lambda config: NUM_PAIRS,
 )

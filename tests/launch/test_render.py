@@ -50,6 +50,8 @@ RUNNABLE = {
     "generate_32b",
     "convert",
     "reward_model_7b",
+    "dpo_tiny",
+    "dpo_7b",
 }
 COMPONENTS = "cluster.components={gpu: {roles: [controller, trainer], ranks_per_node: 2, gpus_per_node: 2, %s}%s}"
 
@@ -180,7 +182,7 @@ def test_every_recipe_has_a_script() -> None:
     worlds = ("sokoban", "vl_sokoban", "frozenlake", "webshop", "alfworld", "swe", "tool_math")
     agentic = {f"agentic_{name}" for name in worlds}
     own = {"convert", "reward_model_7b", "generate_tiny", "generate_32b", "distill_tiny", "distill_7b_from_32b"}
-    assert rlvr | agentic | own == RECIPES
+    assert rlvr | agentic | own | {"dpo_tiny", "dpo_7b"} == RECIPES
 
 
 @pytest.mark.slow
