@@ -66,7 +66,6 @@ def _unread(config: Config) -> Iterator[tuple[Path, Path, str]]:
 
 def _unread_of_pipeline(config: Config) -> Iterator[tuple[Path, Path, str]]:
     """Keys that are unread because of the pipeline, the debug mode or an environment's other keys."""
-    yield from config.pipeline_spec.unread(config)
     if config.pipeline_spec.rank0_only:
         for key in type(config).model_fields:
             if key not in (*KEYS_OF_ALL, config.pipeline):

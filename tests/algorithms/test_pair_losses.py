@@ -116,6 +116,7 @@ def test_all_losses_are_compared_with_trl() -> None:
     }  # fmt: skip
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(120)
 def test_the_goldens_are_what_trl_computes(tmp_path: Path) -> None:
     trl = ROOT / ".venv-trl" / "bin" / "python"

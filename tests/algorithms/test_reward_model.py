@@ -71,7 +71,7 @@ def test_pairs_match_trl(number: int) -> None:
 
 
 @pytest.mark.skipif(not TRL.exists(), reason="no .venv-trl (tests/bench/trl/setup.sh)")
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(120)
 def test_goldens_are_what_trl_computes(tmp_path: Path) -> None:
     script = GOLDENS.with_suffix(".py")

@@ -25,7 +25,7 @@ def test_single_is_one_rank_with_every_role() -> None:
     assert made.world_size == 1 and {role for role in ROLES if made.ranks[role] != (0,)} == {"teacher"}
     assert made.roles_of(0) == ("controller", *(role for role in ROLES if role != "teacher"))
     assert made.replicas == ((0,),)
-    taught = layout("layout=single", "algorithm=distill", "model.path=a", "teacher.path=b")
+    taught = layout("layout=single", "pipeline=distill", "model.path=a", "teacher.path=b")
     assert taught.roles_of(0) == ("controller", "trainer", "generator", "teacher", "reward")
 
 
