@@ -125,9 +125,13 @@ class LossSums:
         """A sum computed with the coefficients of the aggregation."""
         self._sums.append((name, [total.detach(), self._num_tokens if self._by_token else self._num_sequences]))
 
-    def add_tokens(self, name: str, values: Tensor) -> None:
-        """Mean over tokens; values [M]."""
-        self._sums.append((name, [(self._token_weights * values.detach()).sum(), self._num_tokens]))
+    def add_tokens(self, name: str, values: Tensor, among: Tensor | None = None) -> None:
+        """Mean over tokens, or over those `among` them; values [M], among bool [M]."""
+        weights, count = self._token_weights, self._num_tokens
+        if among is not None:
+            weights = weights * among
+            count = weights.sum()
+        self._sums.append((name, [(weights * values.detach()).sum(), count]))
 
     def add_sequences(self, name: str, values: Tensor) -> None:
         """Mean over sequences; values [B]."""

@@ -177,7 +177,8 @@ class PolicyGradient(Objective):
                 values = outputs.divergence[index]
             term = (coefficients * weights[index] * values).sum()
             sums.add_loss("loss/divergence", term)
-            sums.add_tokens("distill/reverse_kl" if sampled else "distill/divergence", values)
+            name = "distill/reverse_kl" if sampled else "distill/divergence"
+            sums.add_tokens(name, values, among=weights[index] > 0)
             if not sampled:
                 total = term if total is None else total + term
         if ce_weights is not None or weights is not None or batch.policy_weights is not None:

@@ -20,6 +20,8 @@ from hpcrl.system.files import write_durably
 
 PANELS = (
     ("critic/rewards/mean", "training reward", "#3b6fb6"),
+    ("distill/reverse_kl", "reverse KL to the teacher", "#7a5195"),
+    ("distill/divergence", "divergence from the teacher", "#7a5195"),
     ("sft/loss", "training loss", "#7a5195"),
     ("rm/loss", "training loss of the reward model", "#7a5195"),
     ("loss", "training loss", "#7a5195"),

@@ -23,6 +23,8 @@ RECENT_STEPS = 20
 EVALUATION = "time/val_step"
 SHOWN = (
     ("critic/rewards/mean", "reward", "{:.3f}"),
+    ("distill/reverse_kl", "reverse KL", "{:.4f}"),
+    ("distill/divergence", "divergence", "{:.4f}"),
     ("sft/loss", "loss", "{:.4f}"),
     ("rm/loss", "loss", "{:.4f}"),
     ("rm/accuracy", "accuracy", "{:.3f}"),

@@ -24,6 +24,7 @@ DEFAULTS = (
     "critic/entropy/mean",
     "critic/kl",
     "distill/reverse_kl",
+    "distill/divergence",
     "token/response_length/mean",
     "mismatch/kl_k3",
     "time/step_total",
