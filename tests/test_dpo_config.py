@@ -58,11 +58,6 @@ def test_held_out_pairs_need_no_generator_and_prompts_do() -> None:
         (["dpo.reference_free=true", "reference.path=other"], "reference.path: not read here, dpo has no reference"),
         (["dpo.loss=kto", "dpo.reference_free=true"], "dpo.reference_free: not read here, dpo.loss is kto"),
         (["dpo.loss=kto", "dpo.batch_size=1"], "dpo.batch_size: 1, but the KL term of kto pairs each prompt"),
-        (
-            ["dpo.loss=kto", "reference.cache=a"],
-            "reference.cache: it has the log-probs of the rows of data.train, and the",
-        ),
-        (["data.val=task:add", "reference.cache=a"], "reference.cache: it has the log-probs of the rows of data.train"),
         (["dpo.validation=responses"], "dpo.validation: not read here, data.val is null"),
         (["data.val=task:add", "eval.samples=4"], "eval.samples: not read here, nothing is generated, since dpo."),
         (["data.val=task:add", "rollout.temperature=.5"], "rollout.temperature: not read here, nothing is generated"),

@@ -21,14 +21,6 @@ def _check(config: Any) -> Iterator[Problem]:
     if own.spec.labelled and own.batch_size < 2:
         text = f"dpo.batch_size: {own.batch_size}, but the KL term of {own.loss} pairs each prompt with the answer of "
         yield Problem(("dpo", "batch_size"), f"{text}another row; use at least 2", (("dpo", "loss"),))
-    if own.uses_reference and config.reference.cache is not None:
-        path, text = ("reference", "cache"), "reference.cache: it has the log-probs of the rows of data.train, and "
-        if own.spec.labelled:
-            text += f"the KL term of {own.loss} reads those of other prompts and answers; use null"
-            yield Problem(path, text, (("dpo", "loss"),))
-        elif config.validates_rows:
-            text += "held-out pairs need the reference as well; use null, data.val=null or dpo.validation=responses"
-            yield Problem(path, text, (("data", "val"), ("dpo", "validation")))
 
 
 def _unread(config: Any) -> Iterator[tuple[Path, Path, str]]:
