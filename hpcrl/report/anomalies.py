@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from hpcrl.metrics.table import MetricTable
+from hpcrl.metrics.metric_table import MetricTable
 
 STRETCH = 5
 """An anomaly lasts at least this many steps with the metric."""

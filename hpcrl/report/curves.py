@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from hpcrl.metrics.table import MetricColumn
+from hpcrl.metrics.metric_table import MetricColumn
 from hpcrl.report.attempt_history import histories
 from hpcrl.report.run_files import RunFiles
 from hpcrl.report.section import ReportSection

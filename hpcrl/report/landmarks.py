@@ -10,7 +10,7 @@ import msgspec
 
 from hpcrl.checkpoint.best import BEST, Best
 from hpcrl.metrics.evaluated import COLUMNS, SUMMARY, scores_in_short, table_rows
-from hpcrl.metrics.table import MetricTable
+from hpcrl.metrics.metric_table import MetricTable
 from hpcrl.report.attempt_history import AttemptHistory
 from hpcrl.report.run_files import RunFiles
 from hpcrl.run_folder import branches_of, hang_path

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcrl.metrics.log import METRICS
-from hpcrl.metrics.table import MetricsReader
+from hpcrl.metrics.metric_table import MetricsReader
 from hpcrl.report.index import IndexEntry, entry, index
 from hpcrl.report.page import page
 from hpcrl.report.run_files import RunFiles, not_a_run

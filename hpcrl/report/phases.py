@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hpcrl.metrics.table import MetricTable
+from hpcrl.metrics.metric_table import MetricTable
 from hpcrl.report.attempt_history import AttemptHistory
 
 PHASES: tuple[tuple[str, tuple[str, ...]], ...] = (

@@ -15,7 +15,7 @@ import yaml
 from hpcrl.config import Config, ConfigError, parse
 from hpcrl.config.renamed_keys import with_new_names
 from hpcrl.metrics.log import METRICS, read_metrics
-from hpcrl.metrics.table import MetricsReader, MetricTable
+from hpcrl.metrics.metric_table import MetricsReader, MetricTable
 from hpcrl.run_folder import CONFIG, FACTS, FINISHED, OUTCOME, OWNERS, PLAN, SUBMITTED, VERDICT, world_folder
 from hpcrl.run_folder.user_errors import ERRORS, read_errors
 from hpcrl.system.files import open_regular

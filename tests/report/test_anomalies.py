@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hpcrl.metrics.table import MetricTable
+from hpcrl.metrics.metric_table import MetricTable
 from hpcrl.report.anomalies import Anomaly, anomalies, series, smoothed, stretch
 from tests.report.synthetic import row
 

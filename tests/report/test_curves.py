@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 from pathlib import Path
 
-from hpcrl.metrics.table import MetricColumn, MetricTable
+from hpcrl.metrics.metric_table import MetricColumn, MetricTable
 from hpcrl.report.curves import MAX_POINTS, section, thinned
 from hpcrl.report.run_files import RunFiles
 from tests.report.synthetic import METRICS_OF_A_STEP, write_run

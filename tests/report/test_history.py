@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.metrics.table import MetricTable
+from hpcrl.metrics.metric_table import MetricTable
 from hpcrl.report.attempt_history import histories
 from hpcrl.report.overview import section
 from hpcrl.report.phases import phase_hours, phase_seconds

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from hpcrl.metrics.log import METRICS, read_metrics
-from hpcrl.metrics.table import MetricsReader, MetricTable
+from hpcrl.metrics.metric_table import MetricsReader, MetricTable
 
 ROWS: list[dict[str, Any]] = [
     {"step": 0, "val/score/mean": 0.5},
