@@ -74,7 +74,7 @@ test-avx2: $(DEV) ## the tests of learning and parity with AVX2 instructions, wh
 
 test-outside: $(OUTSIDE)/.installed ## the tests with packages that need a .venv-outside of their own: SGLang, environments, rewards
 	@HPCRL_REQUIRE_OUTSIDE=1 $(subst $(PY),$(OUTSIDE_PY),$(PYTEST)) -m outside \
-		tests/contracts tests/e2e tests/engines tests/envs tests/rewards
+		tests/contracts tests/e2e tests/engines tests/envs tests/python tests/rewards
 
 test-gpu: $(DEV) ## the tests that need CUDA; skipped with a reason without it
 	@$(PYTEST) -m gpu || [ $$? -eq 5 ]

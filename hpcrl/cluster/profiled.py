@@ -28,5 +28,5 @@ def check_profile(config: Config, layout: RoleLayout) -> Iterator[Problem]:
             yield Problem(("profile", "ranks"), text, (("layout",),))
         elif isinstance(name, str) and name not in layout.ranks:
             yield Problem(("profile", "ranks"), f"profile.ranks: {name!r} is not one of {', '.join(layout.ranks)}")
-    if not profiled_ranks(config, layout):
+    if not config.pipeline_spec.rank0_only and not profiled_ranks(config, layout):
         yield Problem(("profile", "ranks"), "profile.ranks: no rank of this run; name a rank or a role that it has")

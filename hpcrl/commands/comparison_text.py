@@ -126,8 +126,11 @@ def _facts(side: ComparedSide) -> dict[str, Any]:
 
 
 def _named(letter: str, side: ComparedSide) -> str:
-    step = "" if side.step is None else f", step {side.step}"
-    model = f" ({side.model}{step})" if side.model else step
+    if side.step:  # weights that the run trained; at step 0, and in an evaluation alone, the model's own
+        model = f" (step {side.step}, trained from {side.model})" if side.model else f", step {side.step}"
+    else:
+        step = "" if side.step is None else f", step {side.step}"
+        model = f" ({side.model}{step})" if side.model else step
     return one_line(f"{letter}  {side.path}{model}")
 
 

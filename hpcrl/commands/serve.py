@@ -36,6 +36,8 @@ from hpcrl.system.exit_codes import ExitCode
 
 CLIENT_S = 30.0
 """A connection on which the browser sends or takes nothing for so long is closed."""
+MAX_UNREAD = 1 << 20
+"""Bytes of a refused request's body that are read."""
 AGAIN_S = 10
 """Seconds after which the browser asks again for a page that was not ready."""
 HEADERS = {
@@ -70,9 +72,12 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     server_version, sys_version = "hpcrl", ""
 
     def do_GET(self) -> None:  # the name is http.server's
-        token, _, rest = unquote(urlsplit(self.path).path.lstrip("/"), errors="surrogateescape").partition("/")
+        token, slash, rest = unquote(urlsplit(self.path).path.lstrip("/"), errors="surrogateescape").partition("/")
         if not hmac.compare_digest(os.fsencode(token), self.server.token.encode()):
             self._answer(HTTPStatus.FORBIDDEN, _message("The address lacks the token that `hpcrl serve` printed."))
+            return
+        if not slash:  # the index's links are relative
+            self._answer(HTTPStatus.PERMANENT_REDIRECT, _message("The list of runs."), {"Location": f"/{token}/"})
             return
         name = rest.removeprefix("run/") if rest.startswith("run/") else None
         if rest and name is None:
@@ -90,6 +95,17 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         else:
             self._answer(HTTPStatus.OK, text)
 
+    do_HEAD = do_GET  # the names are http.server's
+
+    def _refuse(self) -> None:
+        """Takes the body first, as far as it is short: with the rest unread, some clients miss the answer."""
+        length = self.headers.get("Content-Length", "0")
+        self.rfile.read(min(int(length), MAX_UNREAD) if length.isascii() and length.isdigit() else 0)
+        text = f"{self.command} is not possible here: pages are only read, with GET or HEAD."
+        self._answer(HTTPStatus.METHOD_NOT_ALLOWED, _message(text), {"Allow": "GET, HEAD"})
+
+    do_POST = do_PUT = do_PATCH = do_DELETE = do_OPTIONS = _refuse
+
     def _answer(self, status: HTTPStatus, text: str, more: dict[str, str] | None = None) -> None:
         body, packed = text.encode(), {}
         if "gzip" in self.headers.get("Accept-Encoding", ""):
@@ -98,7 +114,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         for name, value in {**HEADERS, **packed, **(more or {}), "Content-Length": str(len(body))}.items():
             self.send_header(name, value)
         self.end_headers()
-        self.wfile.write(body)
+        if self.command != "HEAD":
+            self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:
         """Nothing: requests have the token."""

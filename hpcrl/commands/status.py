@@ -63,6 +63,7 @@ RUNS = Path("runs")
 SHOWN_NODES, SHOWN_RESTARTS, SHOWN_ERRORS = 8, 5, 3
 STALLED = 10  # usual step times without a new step
 STALLED_S = 60.0  # minimum of that time
+NEWEST_BYTES = 8 << 20  # of metrics.jsonl, thousands of rows: a long run's file is not read whole
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,8 @@ class RunFolder:
 
     @cached_property
     def rows(self) -> list[dict[str, Any]]:
-        return read_metrics(self.folder)
+        """The newest rows of metrics."""
+        return read_metrics(self.folder, NEWEST_BYTES)
 
     @property
     def step(self) -> int:

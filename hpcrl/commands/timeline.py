@@ -40,7 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.chrome_trace is not None:
             _write(step, arguments.chrome_trace)
     except (ValueError, OSError) as error:
-        print(f"hpcrl timeline: {' '.join(str(error).split())} (see --help)", file=sys.stderr)
+        text = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
+        print(f"hpcrl timeline: {' '.join(text.split())} (see --help)", file=sys.stderr)
         return ExitCode.BAD_INPUT
     show("\n".join("".join(c if c.isprintable() else "?" for c in line) for line in _lines(step)))
     return ExitCode.DONE

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from difflib import get_close_matches
 
 from hpcrl.config.schema import Config
 from hpcrl.spec.problems import Problem
@@ -11,6 +13,10 @@ VALIDATION = "val/"
 """The beginning of every validation metric's name."""
 SUMMARISED = ("score", "response_length")
 """Metrics that are logged as NAME/mean, NAME/max and NAME/min, but for a single domain as NAME alone."""
+PARTS = ("mean", "max", "min")
+PLAIN = ("truncated", "score_stderr", "score_errors")
+REPEATED = re.compile(r"(pass|maj)@\d+")
+"""The other names of hpcrl.metrics.responses.set_stats()."""
 
 
 def check_keep_best(config: Config) -> Iterator[Problem]:
@@ -34,6 +40,20 @@ def check_keep_best(config: Config) -> Iterator[Problem]:
         yield Problem(at, f"{text} is not measured separately, since {same}; use {use}", involved)
     elif metric in {f"val/{prefix}{name}" for prefix in ("", "sampled/") for name in SUMMARISED}:
         yield Problem(at, f"{text} is logged as {metric}/mean, /max and /min; use {metric}/mean")
+    elif not _may_exist(metric):
+        known = [f"val/{name}/{part}" for name in SUMMARISED for part in PARTS] + [f"val/{name}" for name in PLAIN]
+        near = get_close_matches(metric, known, 3, 0.5) or ["val/score/mean"]
+        yield Problem(at, f"{text} is no metric of an evaluation; use {' or '.join(near)}, or val/DOMAIN/score")
+
+
+def _may_exist(metric: str) -> bool:
+    """Whether an evaluation may log a metric of this name, of all domains, of one, or of an environment."""
+    *before, name = metric.removeprefix(VALIDATION).removeprefix("sampled/").split("/")
+    if before[:1] == ["env"]:
+        return len(before) > 1
+    if name in PARTS:
+        return before in ([each] for each in SUMMARISED)
+    return name in PLAIN or REPEATED.fullmatch(name) is not None or (name in SUMMARISED and bool(before))
 
 
 def check_resume_from(config: Config) -> Iterator[Problem]:

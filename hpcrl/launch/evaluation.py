@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -71,6 +72,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _evaluate(given: str, step: str | None, words: Sequence[str]) -> int:
+    if "dry_run=true" not in words:
+        _check_slurm(words)
     folder = next((path for path in (Path(given), RUNS / given) if path.is_dir()), Path(given))
     if (folder / CONFIG).is_file():
         return _of_run(folder, None if step is None else _number(folder, step), words)
@@ -80,12 +83,32 @@ def _evaluate(given: str, step: str | None, words: Sequence[str]) -> int:
         raise ValueError(f"{given}: neither a model (no config.json) nor a run (no {CONFIG}); name one of them")
     if not folder.is_dir() and not NAME.fullmatch(given):
         raise ValueError(f"{given}: no such folder, and no run of this name in {RUNS}/")
+    if folder.name == MODEL and (run := folder.parent / CONFIG).is_file() and not _sets_data(words):
+        raise ValueError(
+            f"{given}: no validation data; give data.val=FILE, or evaluate the run on its own data: "
+            f"python -m hpcrl eval {shlex.quote(str(run.parent))}"
+        )
     path = json.dumps(str(folder) if folder.is_dir() else given, ensure_ascii=False)
     own = [f"run_name={_name(folder)}_eval", "pipeline=evaluate", f"model.path={path}"]
     if not any(word.lstrip("+~").startswith(("layout", "experiment=", "--config")) for word in words):
         own += ["layout.generator.colocate_with=null", f"layout.generator.num_ranks={_num_ranks(1, words)}"]
     words = [*own, *words]
     return _start(words, _run_dir(words))
+
+
+def _sets_data(words: Sequence[str]) -> bool:
+    """Whether settings may give validation data."""
+    return any(word.lstrip("+").startswith(("data", "experiment=", "--config")) for word in words)
+
+
+def _check_slurm(words: Sequence[str]) -> None:
+    """SlurmError for an evaluation as a job where Slurm does not answer, before a folder or a model is made."""
+    if not any(word.lstrip("+") in ("cluster=slurm", "cluster.name=slurm") for word in words):
+        return
+    try:
+        slurm.cluster_name()
+    except slurm.SlurmError as error:
+        raise slurm.SlurmError(f"cluster=slurm: {error}; on a machine without Slurm, leave it out") from error
 
 
 def _number(run: Path, step: str) -> int:

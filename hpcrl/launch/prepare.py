@@ -338,7 +338,7 @@ def _check_sizes(reading: LoadedConfig, config: Config, model: ModelFolder | Non
 
 
 def _check_run(reading: LoadedConfig, config: Config, explicit: Sequence[str] | None) -> RunState | None:
-    """The run folder, and the sizes of the files of a checkpoint that a branch begins from. If keys were unreadable, a
+    """The run folder, and the files of a checkpoint that a branch begins from. If keys were unreadable, a
     stored run cannot be compared and is not checked."""
     if reading.unread and (Path(config.run_dir) / CONFIG).exists():
         return None
@@ -346,16 +346,18 @@ def _check_run(reading: LoadedConfig, config: Config, explicit: Sequence[str] | 
         started = config.model_copy(update={"dry_run": False})
         run = check_run(started.model_dump(mode="json"), config.run_dir, config.resume, explicit)
         if run.branch is not None:
-            _check_checkpoint(run.run_dir / "checkpoints", run.branch.step)
+            _check_checkpoint(run.run_dir / "checkpoints", run.branch.step, content=config.dry_run)
         return run
     except ConfigError as error:
         reading.add([Problem((), line, (("run_dir",), ("run_name",))) for line in error.problems])
         return None
 
 
-def _check_checkpoint(root: Path, step: int) -> None:
-    """ConfigError if a checkpoint's files do not have their committed sizes; their content is read at the start."""
-    if problem := problem_of(root / step_name(step), lambda folder, entries: ""):
+def _check_checkpoint(root: Path, step: int, content: bool) -> None:
+    """ConfigError if a checkpoint's files do not have their committed sizes or, if it is asked for, their content; a
+    start reads it anyway."""
+    path = root / step_name(step)
+    if problem := problem_of(path) if content else problem_of(path, lambda folder, entries: ""):
         others = ", ".join(str(other) for other in steps_in(root) if other != step) or "none"
         text = f"resume_from: the checkpoint of step {step} in {root} is damaged: {problem}"
         raise ConfigError([f"{text}; choose another (checkpoints of steps {others})"])

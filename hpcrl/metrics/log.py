@@ -104,26 +104,33 @@ class MetricsLog:
         return [hint for tracker in trackers if (hint := tracker.close(max(0.0, ends - time.monotonic())))]
 
 
-def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
+def read_metrics(run_dir: Path, max_bytes: int | None = None) -> list[dict[str, Any]]:
     """Rows of metrics.jsonl, None for non-finite values; empty without a file. Metrics of earlier versions have their
-    new names.
+    new names. With `max_bytes`, only the newest rows, of which there may be so many bytes.
 
     Lines without a step and truncated lines, left by a kill or by a superseded attempt, are skipped; the next resume
     moves them away.
     """
     path = run_dir / METRICS
-    lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
-    return [row for row in map(_row, lines) if row is not None]
+    if not path.is_file():
+        return []
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(start := max(size - max_bytes, 0) if max_bytes is not None else 0)
+        if start:
+            file.readline()  # the rest of a row
+        return [row for row in map(_row, file) if row is not None]
 
 
 def _row(line: bytes) -> dict[str, Any] | None:
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(ValueError, RecursionError):
         row = json.loads(line)
         if line.endswith(b"\n") and isinstance(row, dict) and isinstance(row.get("step"), int):
-            return {_name_now(name): value for name, value in row.items()}
+            return {name_now(name): value for name, value in row.items()}
     return None
 
 
 @functools.cache
-def _name_now(name: str) -> str:
+def name_now(name: str) -> str:
+    """A metric's name in this version."""
     return f"domain/{name}" if _OF_DOMAIN.match(name) else RENAMED.get(name, name)

@@ -8,13 +8,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from hpcrl.launch.model_folder import NO_TOKENIZER, inspect_model
 from hpcrl.models.families import NATIVE
 from hpcrl.python.handle import RunHandle
 from hpcrl.rollout.types import GREEDY_MEMBER, make_sample_id, sampling_seed
 from hpcrl.spec.tables import GEN_ENGINES
+
+if TYPE_CHECKING:
+    from hpcrl.engines.gen.generation_engine import Output, Request
+    from hpcrl.engines.gen.native.given_tokens import GivenTokens
 
 CHUNK_TOKENS = 32
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -60,14 +64,14 @@ class Generator:
         from hpcrl.data.reasoning import TurnTexts
         from hpcrl.engines.gen.native.engine import NativeEngine
 
-        self.path = path
-        self._tokenizer = AutoTokenizer.from_pretrained(path)
-        self._texts, self._end_ids = TurnTexts(self._tokenizer), end_ids(self._tokenizer)
+        self.path, self.max_length = path, max_length or min(4096, limit)
+        self.tokenizer = AutoTokenizer.from_pretrained(path)
+        self._texts, self._end_ids = TurnTexts(self.tokenizer), end_ids(self.tokenizer)
         self._engine = NativeEngine(
             path,
-            tokenizer=self._tokenizer,
+            tokenizer=self.tokenizer,
             max_num_seqs=max_num_seqs,
-            max_length=max_length or min(4096, limit),
+            max_length=self.max_length,
             dtype=getattr(torch, _dtype(path) if dtype == "auto" else dtype),
             device="cuda" if torch.cuda.is_available() else "cpu",
         )
@@ -97,7 +101,7 @@ class Generator:
 
         ValueError for an invalid argument, or a prompt that is too long.
         """
-        from hpcrl.engines.gen.generation_engine import Output, Request, SamplingParams
+        from hpcrl.engines.gen.generation_engine import Request, SamplingParams
 
         if not 1 <= n < GREEDY_MEMBER:
             raise ValueError(f"n is {n}; give 1 to {GREEDY_MEMBER - 1} responses a prompt")
@@ -110,6 +114,17 @@ class Generator:
             for member in range(n):
                 chosen = sampling_seed(seed, make_sample_id(index, 0, member))
                 requests.append(Request(next(numbers), ids, params, chosen))
+        ordered = self.respond(requests)
+        texts = self._texts.of([output.token_ids.tolist() for output in ordered], [r.prompt_ids for r in requests])
+        responses = [
+            GeneratedResponse(text, output.token_ids.tolist(), output.gen_logprobs.tolist(), str(output.finish_reason))
+            for text, output in zip(texts, ordered, strict=True)
+        ]
+        return [responses[index * n : (index + 1) * n] for index in range(len(encoded))]
+
+    def respond(self, requests: Sequence[Request]) -> list[Output]:
+        """The engine's outputs of requests, which are tokens: neither template nor end tokens are added. ValueError as
+        generate()."""
         outputs: dict[int, Output] = {}
         try:
             self._engine.add(requests)
@@ -117,13 +132,13 @@ class Generator:
                 outputs |= {output.id: output for output in self._engine.step(CHUNK_TOKENS)}
         finally:
             self._engine.abort(list(self._engine.progress()))  # after an interrupt
-        ordered = [outputs[request.id] for request in requests]
-        texts = self._texts.of([output.token_ids.tolist() for output in ordered], [r.prompt_ids for r in requests])
-        responses = [
-            GeneratedResponse(text, output.token_ids.tolist(), output.gen_logprobs.tolist(), str(output.finish_reason))
-            for text, output in zip(texts, ordered, strict=True)
-        ]
-        return [responses[index * n : (index + 1) * n] for index in range(len(encoded))]
+        return [outputs[request.id] for request in requests]
+
+    def logprobs(self, rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[GivenTokens]:
+        """Of rows (prompt, response) of tokens: `logprobs`, log-softmax(logits) of each of the response's tokens,
+        float32 [n], and `greedy`, whether each is the most probable one. ValueError for a row that is too long or has
+        an empty part."""
+        return self._engine.logprobs(rows)
 
     def close(self) -> None:
         """Free the memory of weights and cache; the object generates no more."""
@@ -138,7 +153,7 @@ class Generator:
         where = f"prompt {index}"
         try:
             messages = read_messages(prompt if isinstance(prompt, str) else list(prompt), where, "messages")
-            return encode(self._tokenizer, render(self._tokenizer, messages, None))
+            return encode(self.tokenizer, render(self.tokenizer, messages, None))
         except (BadRow, TemplateRefusal) as error:
             text = str(error)
             raise ValueError(text if text.startswith(where) else f"{where}: {text}") from error

@@ -1,14 +1,15 @@
-"""What is wrong with a run, in words, from its metrics: pure functions of the rows of metrics.jsonl."""
+"""What is wrong with a run, in words, from its metrics: pure functions of metrics.jsonl."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-MetricRows = Sequence[Mapping[str, Any]]
+import numpy as np
+
+from hpcrl.metrics.metric_table import MetricTable
 
 STRETCH = 5
 """An anomaly lasts at least this many steps with the metric."""
@@ -60,19 +61,20 @@ class Stretch:
     value: float
 
 
-def series(rows: MetricRows, name: str) -> list[tuple[int, float]]:
+def series(metrics: MetricTable, name: str) -> list[tuple[int, float]]:
     """(step, value) of a metric's finite values after step 0."""
-    return [
-        (row["step"], float(value))
-        for row in rows
-        if row["step"] > 0 and isinstance(value := row.get(name), (int, float)) and math.isfinite(value)
-    ]
+    column = metrics.column(name)
+    kept = (column.steps > 0) & np.isfinite(column.values)
+    return list(zip(column.steps[kept].tolist(), column.values[kept].tolist(), strict=True))
 
 
 def smoothed(values: Sequence[tuple[int, float]], width: int = STRETCH) -> list[tuple[int, float]]:
     """Each value replaced by the median of itself and up to width - 1 values before it: one outlier changes nothing."""
     plain = [value for _, value in values]
-    return [(step, median(plain[max(0, at + 1 - width) : at + 1])) for at, (step, _) in enumerate(values)]
+    found = [median(plain[: at + 1]) for at in range(min(width - 1, len(plain)))]
+    if len(plain) >= width:
+        found += np.median(np.lib.stride_tricks.sliding_window_view(np.array(plain), width), axis=1).tolist()
+    return [(step, value) for (step, _), value in zip(values, found, strict=True)]
 
 
 def beginning(values: Sequence[tuple[int, float]]) -> float | None:
@@ -94,9 +96,9 @@ def stretch(
     return found
 
 
-def no_signal(rows: MetricRows) -> Iterator[Anomaly]:
+def no_signal(metrics: MetricTable) -> Iterator[Anomaly]:
     """All advantages of several steps are 0, or nearly all groups are dropped because their rewards are equal."""
-    low, high = dict(series(rows, "critic/advantages/min")), dict(series(rows, "critic/advantages/max"))
+    low, high = dict(series(metrics, "critic/advantages/min")), dict(series(metrics, "critic/advantages/max"))
     spread = [(step, high[step] - low[step]) for step in low if step in high]
     remedy = (
         "use prompts that the model solves sometimes, a supervised warm-up, a reward with partial credit, or a larger "
@@ -109,9 +111,9 @@ def no_signal(rows: MetricRows) -> Iterator[Anomaly]:
         yield Anomaly(
             found.first, found.last, "No signal in groups", text, ("critic/rewards/mean", "group/mixed_ratio")
         )
-    started = dict(series(rows, "scheduler/query_use_count"))
+    started = dict(series(metrics, "scheduler/query_use_count"))
     dropped = [
-        (step, value / started[step]) for step, value in series(rows, "scheduler/filtered_std") if started.get(step)
+        (step, value / started[step]) for step, value in series(metrics, "scheduler/filtered_std") if started.get(step)
     ]
     if found := stretch(dropped, lambda share: share >= EQUAL_SHARE):
         text = (
@@ -121,10 +123,10 @@ def no_signal(rows: MetricRows) -> Iterator[Anomaly]:
         yield Anomaly(found.first, found.last, "Few groups with a signal", text, ("scheduler/filtered_std",))
 
 
-def entropy_collapse(rows: MetricRows) -> Iterator[Anomaly]:
+def entropy_collapse(metrics: MetricTable) -> Iterator[Anomaly]:
     """The policy's entropy is a small part of what it was, and near 0."""
     name = "critic/entropy/mean"
-    values = series(rows, name)
+    values = series(metrics, name)
     first = beginning(values)
     if first is None:
         return
@@ -138,9 +140,9 @@ def entropy_collapse(rows: MetricRows) -> Iterator[Anomaly]:
         yield Anomaly(found.first, found.last, "Entropy collapse", text, (name,))
 
 
-def growing_kl(rows: MetricRows) -> Iterator[Anomaly]:
+def growing_kl(metrics: MetricTable) -> Iterator[Anomaly]:
     """The policy is far from the reference."""
-    if found := stretch(smoothed(series(rows, "critic/kl")), lambda value: value >= KL_NATS):
+    if found := stretch(smoothed(series(metrics, "critic/kl")), lambda value: value >= KL_NATS):
         text = (
             f"The KL to the reference is {found.value:.3g} nats per token: the policy is far from the model it began "
             "with. Raise algorithm.kl_loss_coef or kl_reward_coef, or lower trainer.lr; look at samples for a reward "
@@ -149,10 +151,10 @@ def growing_kl(rows: MetricRows) -> Iterator[Anomaly]:
         yield Anomaly(found.first, found.last, "KL to the reference is large", text, ("critic/kl",))
 
 
-def growing_mismatch(rows: MetricRows) -> Iterator[Anomaly]:
+def growing_mismatch(metrics: MetricTable) -> Iterator[Anomaly]:
     """Generator and trainer disagree more and more about the same tokens."""
     name = "mismatch/kl_k3"
-    values = series(rows, name)
+    values = series(metrics, name)
     first = beginning(values)
     if first is None:
         return
@@ -165,10 +167,10 @@ def growing_mismatch(rows: MetricRows) -> Iterator[Anomaly]:
         yield Anomaly(found.first, found.last, "Mismatch of generator and trainer grows", text, (name,))
 
 
-def rising_truncation(rows: MetricRows) -> Iterator[Anomaly]:
+def rising_truncation(metrics: MetricTable) -> Iterator[Anomaly]:
     """More responses than at the beginning, or more than half, end at the length limit."""
     name = "token/response_length/clip_ratio"
-    values = series(rows, name)
+    values = series(metrics, name)
     first = beginning(values)
     if first is None:
         return
@@ -181,11 +183,11 @@ def rising_truncation(rows: MetricRows) -> Iterator[Anomaly]:
         yield Anomaly(found.first, found.last, "Responses are truncated", text, (name, "token/response_length/mean"))
 
 
-def staleness_at_bound(rows: MetricRows, max_staleness: float | None) -> Iterator[Anomaly]:
+def staleness_at_bound(metrics: MetricTable, max_staleness: float | None) -> Iterator[Anomaly]:
     """Nearly all responses are as old as rollout.max_staleness permits."""
     if not max_staleness:
         return
-    values = series(rows, "scheduler/staleness/mean")
+    values = series(metrics, "scheduler/staleness/mean")
     if found := stretch(values, lambda value: value >= AT_BOUND * max_staleness, 2 * STRETCH):
         text = (
             f"Responses are {found.value:.3g} versions old on average, and rollout.max_staleness is {max_staleness:g}: "
@@ -194,9 +196,9 @@ def staleness_at_bound(rows: MetricRows, max_staleness: float | None) -> Iterato
         yield Anomaly(found.first, found.last, "Staleness is at its bound", text, ("scheduler/staleness/mean",))
 
 
-def failing_rewards(rows: MetricRows, errors: Sequence[Mapping[str, Any]]) -> Iterator[Anomaly]:
+def failing_rewards(metrics: MetricTable, errors: Sequence[Mapping[str, Any]]) -> Iterator[Anomaly]:
     """Rewards or environments that raised errors: `errors` are the kinds of errors.json."""
-    values = series(rows, "scheduler/score_errors")
+    values = series(metrics, "scheduler/score_errors")
     failed = [(step, value) for step, value in values if value > 0]
     if not failed and not errors:
         return
@@ -210,11 +212,13 @@ def failing_rewards(rows: MetricRows, errors: Sequence[Mapping[str, Any]]) -> It
     yield Anomaly(first, until, "Rewards or environments fail", text, ("scheduler/score_errors",))
 
 
-def slow_replica(rows: MetricRows) -> Iterator[Anomaly]:
+def slow_replica(metrics: MetricTable) -> Iterator[Anomaly]:
     """One generator replica is much slower than the others."""
-    means = dict(series(rows, "scheduler/replica_speed/mean"))
+    means = dict(series(metrics, "scheduler/replica_speed/mean"))
     values = [
-        (step, low / means[step]) for step, low in series(rows, "scheduler/replica_speed/min") if means.get(step, 0) > 0
+        (step, low / means[step])
+        for step, low in series(metrics, "scheduler/replica_speed/min")
+        if means.get(step, 0) > 0
     ]
     if found := stretch(values, lambda share: share < SLOW_SPEED):
         text = (
@@ -224,10 +228,10 @@ def slow_replica(rows: MetricRows) -> Iterator[Anomaly]:
         yield Anomaly(found.first, found.last, "A slow rank", text, ("scheduler/replica_speed/min",))
 
 
-def waiting_for_rewards(rows: MetricRows) -> Iterator[Anomaly]:
+def waiting_for_rewards(metrics: MetricTable) -> Iterator[Anomaly]:
     """Much of a step passes while no generator works and scores are missing."""
-    totals = dict(series(rows, "time/step_total"))
-    waits = series(rows, "time/step_reward_wait")
+    totals = dict(series(metrics, "time/step_total"))
+    waits = series(metrics, "time/step_reward_wait")
     values = smoothed([(step, wait / totals[step]) for step, wait in waits if totals.get(step)])
     if found := stretch(values, lambda share: share >= WAITING_SHARE):
         text = (
@@ -237,28 +241,29 @@ def waiting_for_rewards(rows: MetricRows) -> Iterator[Anomaly]:
         yield Anomaly(found.first, found.last, "Waiting for rewards", text, ("time/step_reward_wait",))
 
 
-def not_finite(rows: MetricRows) -> Iterator[Anomaly]:
+def not_finite(metrics: MetricTable) -> Iterator[Anomaly]:
     """Losses or gradients that were not finite: null in metrics.jsonl."""
     for name, what in (("actor/total_loss", "loss"), ("actor/grad_norm", "norm of the gradients")):
-        bad = [row["step"] for row in rows if name in row and row[name] is None]
+        column = metrics.column(name)
+        bad = column.steps[np.isnan(column.values)].tolist()
         if bad:
-            last = None if bad[-1] == rows[-1]["step"] else bad[-1]
+            last = None if bad[-1] == metrics.last_step else bad[-1]
             text = f"The {what} was not finite in {len(bad)} step(s): lower trainer.lr or trainer.max_grad_norm."
             yield Anomaly(bad[0], last, f"The {what} is not finite", text, (name,))
 
 
-def anomalies(rows: MetricRows, max_staleness: float | None, errors: Sequence[Mapping[str, Any]]) -> list[Anomaly]:
+def anomalies(metrics: MetricTable, max_staleness: float | None, errors: Sequence[Mapping[str, Any]]) -> list[Anomaly]:
     """Everything found, in the order of the steps at which it began; what still holds comes first."""
     found = [
-        *no_signal(rows),
-        *entropy_collapse(rows),
-        *growing_kl(rows),
-        *growing_mismatch(rows),
-        *rising_truncation(rows),
-        *staleness_at_bound(rows, max_staleness),
-        *failing_rewards(rows, errors),
-        *slow_replica(rows),
-        *waiting_for_rewards(rows),
-        *not_finite(rows),
+        *no_signal(metrics),
+        *entropy_collapse(metrics),
+        *growing_kl(metrics),
+        *growing_mismatch(metrics),
+        *rising_truncation(metrics),
+        *staleness_at_bound(metrics, max_staleness),
+        *failing_rewards(metrics, errors),
+        *slow_replica(metrics),
+        *waiting_for_rewards(metrics),
+        *not_finite(metrics),
     ]
     return sorted(found, key=lambda each: (each.until is not None, each.step or 0))

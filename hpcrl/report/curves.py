@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
-from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from hpcrl.metrics.metric_table import MetricColumn
 from hpcrl.report.attempt_history import histories
 from hpcrl.report.run_files import RunFiles
 from hpcrl.report.section import ReportSection
@@ -39,57 +41,54 @@ MAX_METRICS = 800
 
 def section(run: RunFiles) -> ReportSection | None:
     """None for a run without metrics."""
-    names = list(dict.fromkeys(name for row in run.rows for name in row if name != "step"))
+    names = run.metrics.names()
     if not names:
         return None
     kept = sorted(names, key=lambda name: name not in DEFAULTS)[:MAX_METRICS]
     grids: dict[tuple[int, ...], int] = {}
     curves = {}
     for name in sorted(kept):
-        steps, values = thinned(points(run.rows, name), MAX_POINTS)
+        steps, values = thinned(run.metrics.column(name), MAX_POINTS)
         curves[name] = [grids.setdefault(tuple(steps), len(grids)), values]
     data = {
         "defaults": [name for name in DEFAULTS if name in curves],
         "grids": [list(steps) for steps in grids],
         "curves": curves,
         "left_out": len(names) - len(kept),
-        "steps": len(run.rows),
+        "steps": len(run.metrics),
         "max_points": MAX_POINTS,
         "attempts": [[each.number, each.resumed_from] for each in histories(run) if each.resumed_from is not None],
     }
     return ReportSection("curves", "Curves", data, "curves.js")
 
 
-def points(rows: Iterable[Mapping[str, Any]], name: str) -> list[tuple[int, float | None]]:
-    """(step, value) of each row with this metric; None for a value that was not finite."""
-    return [(row["step"], _rounded(row[name])) for row in rows if name in row]
-
-
-def thinned(curve: Sequence[tuple[int, float | None]], most: int) -> tuple[list[int], list[float | None]]:
-    """(steps, values) of at most `most` points. The curve is cut into most / 2 parts of equally many points, and the
-    smallest and the largest value of each part are kept, so no extreme is lost; parts without a finite value keep a
-    gap. The first and the last point are among the points of the first and the last part only if they are extremes."""
-    if len(curve) > most:
+def thinned(column: MetricColumn, most: int) -> tuple[list[int], list[float | None]]:
+    """(steps, values) of at most `most` points, None for a value that was not finite. The curve is cut into most / 2
+    parts of equally many points, and the smallest and the largest value of each part are kept, so no extreme is lost;
+    parts without a finite value keep a gap. The first and the last point are among the points of the first and the last
+    part only if they are extremes."""
+    values, kept = column.values, list(range(len(column.values)))
+    if len(kept) > most:
         parts = max(most // 2, 1)
-        bounds = [number * len(curve) // parts for number in range(parts + 1)]
-        curve = [point for begin, end in pairwise(bounds) for point in _extremes(curve[begin:end])]
-    return [step for step, _ in curve], [value for _, value in curve]
+        bounds = [number * len(kept) // parts for number in range(parts + 1)]
+        kept = [place for begin, end in pairwise(bounds) for place in _extremes(values, begin, end)]
+    return column.steps[kept].tolist(), [_rounded(value) for value in values[kept].tolist()]
 
 
-def _extremes(part: Sequence[tuple[int, float | None]]) -> list[tuple[int, float | None]]:
-    finite = [(value, step) for step, value in part if value is not None]
-    if not finite:
-        return [part[0]]
-    low, high = min(finite), max(finite)
-    return [(step, value) for value, step in sorted({low, high}, key=lambda each: each[1])]
+def _extremes(values: NDArray[np.float64], begin: int, end: int) -> list[int]:
+    """The places of the smallest and the largest of values[begin:end]: of equal ones the first and the last."""
+    part = values[begin:end]
+    finite = np.isfinite(part)
+    if not finite.any():
+        return [begin]
+    low = begin + int(np.where(finite, part, math.inf).argmin())
+    high = end - 1 - int(np.where(finite, part, -math.inf)[::-1].argmax())
+    return sorted({low, high})
 
 
-def _rounded(value: Any) -> float | None:
-    """Six significant digits, which a chart cannot show either."""
-    try:
-        if not isinstance(value, (int, float)) or not math.isfinite(value):
-            return None
-    except OverflowError:  # a damaged line: an integer larger than every float
+def _rounded(value: float) -> float | None:
+    """Six significant digits, since a chart cannot show more."""
+    if not math.isfinite(value):
         return None
     short = float(f"{value:.6g}")
     return int(short) if short.is_integer() and abs(short) < 1e15 else short

@@ -27,11 +27,11 @@ class IndexEntry:
 
 def entry(run: RunFiles, address: str) -> IndexEntry:
     """The line of a run."""
-    last = run.rows[-1]["step"] if run.rows else 0
-    step = f"{last}/{run.key('max_steps', '?')}" if run.rows else ""
+    newest = run.newest_rows
+    step = f"{newest[-1]['step']}/{run.key('max_steps', '?')}" if newest else ""
     found = []
     for metric, word, form in SHOWN[:3]:
-        value = next((row[metric] for row in reversed(run.rows) if isinstance(row.get(metric), float)), None)
+        value = next((row[metric] for row in reversed(newest) if isinstance(row.get(metric), float)), None)
         found += [f"{word} {form.format(value)}"] if value is not None else []
     return IndexEntry(address, run.name, run.state, step, ", ".join(found or scores(run)))
 

@@ -10,6 +10,7 @@ import msgspec
 
 from hpcrl.checkpoint.best import BEST, Best
 from hpcrl.metrics.evaluated import COLUMNS, SUMMARY, scores_in_short, table_rows
+from hpcrl.metrics.metric_table import MetricTable
 from hpcrl.report.attempt_history import AttemptHistory
 from hpcrl.report.run_files import RunFiles
 from hpcrl.run_folder import branches_of, hang_path
@@ -47,12 +48,13 @@ def _branched_attempts(run: RunFiles) -> set[int]:
     return {branch["attempt"] for branch in _recorded_branches(run)}
 
 
-def abandoned_rows(run: RunFiles, past: Sequence[AttemptHistory]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Rows of metrics of the steps that were lost, and of those that were left for a branch."""
-    found: tuple[list[dict[str, Any]], list[dict[str, Any]]] = [], []
+def abandoned_metrics(run: RunFiles, past: Sequence[AttemptHistory]) -> tuple[MetricTable, MetricTable]:
+    """Metrics of the steps that were lost, and of those that were left for a branch."""
+    found = MetricTable(), MetricTable()
     opened = _branched_attempts(run)
     for attempt in past:
-        found[attempt.number in opened].extend(run.lines(f"abandoned/{attempt.number}/metrics.jsonl"))
+        for row in run.lines(f"abandoned/{attempt.number}/metrics.jsonl"):
+            found[attempt.number in opened].add(row)
     return found
 
 

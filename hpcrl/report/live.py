@@ -12,6 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from hpcrl.metrics.log import METRICS
+from hpcrl.metrics.metric_table import MetricsReader
 from hpcrl.report.index import IndexEntry, entry, index
 from hpcrl.report.page import page
 from hpcrl.report.run_files import RunFiles, not_a_run
@@ -21,6 +23,8 @@ logger = logging.getLogger(__name__)
 
 MAX_KEPT = 8
 """Pages that are kept."""
+MAX_METRICS_BYTES = 1 << 28
+"""Metrics that are kept in memory; those of one run are kept however many they are."""
 MAX_AGE_S = 60.0
 """A kept page of an unchanged run folder is made again after this time: Slurm may have changed the run's state."""
 MAX_WORK = 16
@@ -93,6 +97,7 @@ class LivePages:
         self._work, self._lines, self._states = DeadlineWork(), DeadlineWork(), DeadlineWork()
         self._lock = threading.Lock()
         self._kept: OrderedDict[str, tuple[Any, float, str]] = OrderedDict()
+        self._readers: OrderedDict[Path, MetricsReader] = OrderedDict()
         self._entries: dict[str, tuple[Any, float, IndexEntry]] = {}
 
     def index(self) -> str:
@@ -157,7 +162,8 @@ class LivePages:
             known = self._kept.get(name)
         if known is not None and known[0] == seen and time.monotonic() - known[1] < MAX_AGE_S:
             return known[2]
-        text = page([self._open(folder)], index="../" * (name.count("/") + 1))
+        text = page([self._open(folder, self._reader(folder))], index="../" * (name.count("/") + 1))
+        self._drop_readers()
         with self._lock:
             self._kept[name] = (seen, time.monotonic(), text)
             self._kept.move_to_end(name)
@@ -165,7 +171,21 @@ class LivePages:
                 self._kept.popitem(last=False)
         return text
 
-    def _open(self, folder: Path) -> RunFiles:
+    def _reader(self, folder: Path) -> MetricsReader:
+        """The reader of a run's metrics, which has read what earlier pages showed."""
+        with self._lock:
+            reader = self._readers.setdefault(folder, MetricsReader(folder / METRICS))
+            self._readers.move_to_end(folder)
+            return reader
+
+    def _drop_readers(self) -> None:
+        """Forget the metrics of runs whose page was not asked for recently."""
+        with self._lock:
+            used = sum(reader.table.num_bytes for reader in self._readers.values())
+            while len(self._readers) > 1 and (used > MAX_METRICS_BYTES or len(self._readers) > MAX_KEPT):
+                used -= self._readers.popitem(last=False)[1].table.num_bytes
+
+    def _open(self, folder: Path, metrics: MetricsReader | None = None) -> RunFiles:
         try:
             state = self._states.get(folder, partial(self._state_of, folder), self._state_s)
         except SlowError:
@@ -173,7 +193,7 @@ class LivePages:
         except Exception as error:  # the report is worth showing without it
             logger.debug("state of %s", folder, exc_info=True)
             state = f"unknown: {' '.join(str(error).split())}"
-        return RunFiles(folder, state, inside=self.root)
+        return RunFiles(folder, state, inside=self.root, metrics=metrics)
 
 
 def _folders(folder: Path) -> list[Path]:

@@ -13,7 +13,7 @@ from hpcrl.report.alerts import anomalies_of
 from hpcrl.report.anomalies import Anomaly
 from hpcrl.report.attempt_history import AttemptHistory, histories
 from hpcrl.report.landmarks import (
-    abandoned_rows,
+    abandoned_metrics,
     best_checkpoint,
     branches,
     evaluation,
@@ -41,8 +41,8 @@ def section(run: RunFiles) -> ReportSection:
     """Never empty: a run that did not start has a configuration or a plan."""
     past = histories(run)
     layout, nodes, gpus = _resources(run.checked)
-    lost, left = abandoned_rows(run, past)
-    hours = phase_hours(run.rows, lost, past, nodes, gpus, left) if _trains(run) else []
+    lost, left = abandoned_metrics(run, past)
+    hours = phase_hours(run.metrics, lost, past, nodes, gpus, left) if _trains(run) else []
     data = {
         "what": [[label, str(value)] for label, value in _what(run, layout, past) if value not in (None, "", [])],
         "attempts": [_attempt(run.attempts, place, this) for place, this in enumerate(past)],
@@ -62,7 +62,7 @@ def section(run: RunFiles) -> ReportSection:
 def _what(run: RunFiles, layout: RoleLayout | None, past: Sequence[AttemptHistory]) -> list[tuple[str, Any]]:
     facts = run.attempts[-1].facts if run.attempts else {}
     versions = facts.get("versions")
-    steps = f"{run.rows[-1]['step'] if run.rows else 0} of {run.key('max_steps', '?')}" if run.config else ""
+    steps = f"{run.metrics.last_step} of {run.key('max_steps', '?')}" if run.config else ""
     if not _trains(run):
         steps = ""
     return [

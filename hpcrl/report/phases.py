@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
+import numpy as np
+
+from hpcrl.metrics.metric_table import MetricTable
 from hpcrl.report.attempt_history import AttemptHistory
 
 PHASES: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -46,32 +48,28 @@ class PhaseHours:
     gpu_hours: float
 
 
-def phase_seconds(rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+def phase_seconds(metrics: MetricTable) -> dict[str, float]:
     """Seconds of each phase over all rows of metrics; the rest of the steps' time is OTHER. Phases without time are
     left out."""
-    found = {name: 0.0 for name, _ in PHASES} | {OTHER: 0.0}
-    for row in rows:
-        seconds = {name: sum(_value(row, metric) for metric in metrics) for name, metrics in PHASES}
-        seconds["generation"] = max(seconds["generation"] - seconds["waiting for rewards"], 0.0)
-        inside = sum(value for name, value in seconds.items() if name != "validation")
-        seconds[OTHER] = max(_value(row, "time/step_total") - inside, 0.0)
-        for name, value in seconds.items():
-            found[name] += value
-    return {name: value for name, value in found.items() if value}
+    seconds = {name: sum(map(metrics.dense, parts), np.zeros(len(metrics))) for name, parts in PHASES}
+    seconds["generation"] = np.maximum(seconds["generation"] - seconds["waiting for rewards"], 0.0)
+    inside = sum(value for name, value in seconds.items() if name != "validation")
+    seconds[OTHER] = np.maximum(metrics.dense("time/step_total") - inside, 0.0)
+    return {name: total for name, values in seconds.items() if (total := float(values.sum()))}
 
 
 def phase_hours(
-    rows: Iterable[Mapping[str, Any]],
-    lost: Iterable[Mapping[str, Any]],
+    metrics: MetricTable,
+    lost: MetricTable,
     attempts: Sequence[AttemptHistory],
     nodes: int,
     gpus: int,
-    left: Iterable[Mapping[str, Any]] = (),
+    left: MetricTable,
 ) -> list[PhaseHours]:
     """The phases of all steps that count, then of the steps that were lost, of those that were `left` for a branch, and
     of the starts of attempts up to their first step, for a job of this many nodes and GPUs. Queue times between
     attempts are not counted."""
-    seconds = phase_seconds(rows)
+    seconds = phase_seconds(metrics)
     seconds[RECOMPUTED] = sum(phase_seconds(lost).values())
     seconds[LEFT] = sum(phase_seconds(left).values())
     seconds[STARTS] = sum(_start_s(attempt) for attempt in attempts)
@@ -84,8 +82,3 @@ def _start_s(attempt: AttemptHistory) -> float:
     """Seconds from an attempt's begin to its first complete step, or to its end if it has none."""
     until = attempt.first_step_at if attempt.first_step_at is not None else attempt.ended
     return max(until - attempt.began, 0.0) if until is not None and attempt.began is not None else 0.0
-
-
-def _value(row: Mapping[str, Any], name: str) -> float:
-    value = row.get(name)
-    return float(value) if isinstance(value, (int, float)) else 0.0

@@ -15,12 +15,14 @@ import yaml
 from hpcrl.config import Config, ConfigError, parse
 from hpcrl.config.renamed_keys import with_new_names
 from hpcrl.metrics.log import METRICS, read_metrics
+from hpcrl.metrics.metric_table import MetricsReader, MetricTable
 from hpcrl.run_folder import CONFIG, FACTS, FINISHED, OUTCOME, OWNERS, PLAN, SUBMITTED, VERDICT, world_folder
 from hpcrl.run_folder.user_errors import ERRORS, read_errors
 from hpcrl.system.files import open_regular
 
 MARKS = (CONFIG, SUBMITTED, PLAN, OWNERS)
 """A folder with one of these is a run folder; the last three exist before the first attempt has begun."""
+NEWEST_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -50,10 +52,19 @@ class RunFiles:
         state: The run's state in words, if the caller knows it.
         energy: The energy of its jobs in words, if the caller knows it.
         inside: With it, files that a symbolic link leads out of this folder are not read, and are listed in `problems`.
+        metrics: Reader of its metrics.jsonl, which has perhaps read a part of it before.
     """
 
-    def __init__(self, path: Path, state: str = "", energy: str = "", inside: Path | None = None):
+    def __init__(
+        self,
+        path: Path,
+        state: str = "",
+        energy: str = "",
+        inside: Path | None = None,
+        metrics: MetricsReader | None = None,
+    ):
         self.path, self.state, self.energy = path, state, energy
+        self._metrics = metrics or MetricsReader(path / METRICS)
         self._inside = None if inside is None else inside.resolve()
         self.problems: list[str] = []
         if problem := not_a_run(path):
@@ -120,10 +131,19 @@ class RunFiles:
         return RunAttempt(number, facts, owner, self.json(str(world / VERDICT)), self.json(str(world / OUTCOME)))
 
     @cached_property
-    def rows(self) -> list[dict[str, Any]]:
-        """Rows of metrics.jsonl with this version's names: `step`, and a float or None per metric."""
+    def metrics(self) -> MetricTable:
+        """metrics.jsonl."""
         try:
-            return read_metrics(self.path) if self.file(METRICS) is not None else []
+            return self._metrics.read() if self.file(METRICS) is not None else MetricTable()
+        except OSError as error:
+            self._cannot_read(METRICS, error.strerror or str(error))
+            return MetricTable()
+
+    @cached_property
+    def newest_rows(self) -> list[dict[str, Any]]:
+        """The last rows of metrics.jsonl with this version's names: `step`, and a float or None per metric."""
+        try:
+            return read_metrics(self.path, NEWEST_BYTES) if self.file(METRICS) is not None else []
         except OSError as error:
             self._cannot_read(METRICS, error.strerror or str(error))
             return []

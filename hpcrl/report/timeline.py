@@ -190,8 +190,9 @@ def _sample(sample: SampleRow) -> list[Any]:
 
 def _slowest(run: RunFiles, recorded: Sequence[int]) -> int | None:
     """The recorded step that took the longest, without validation."""
-    took = {row["step"]: row.get("time/step_total") or 0.0 for row in run.rows}
-    return max((step for step in recorded if took.get(step)), key=lambda step: float(took[step]), default=None)
+    total = run.metrics.column("time/step_total")
+    took = dict(zip(total.steps.tolist(), total.values.tolist(), strict=True))
+    return max((step for step in recorded if took.get(step, 0.0) > 0), key=lambda step: took[step], default=None)
 
 
 def _by_importance(recorded: Sequence[int], slowest: int | None) -> list[int]:

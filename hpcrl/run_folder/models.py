@@ -1,4 +1,5 @@
-"""Checks that the folders of a run's models still hold the models with which it began, by their config.json."""
+"""Checks that the folders of a run's models still hold the models with which it began: by their config.json, and for an
+evaluation by the sizes and times of their weights."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ SECTIONS = ("model", "reference", "teacher", "critic", "judge", "reward_model")
 OF_THE_WRITER = ("transformers_version", "_name_or_path")
 """Keys of config.json that identify its writer."""
 MAX_SHOWN = 4
+WEIGHTS = (".safetensors", ".bin")
 
 
 def models_of(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -44,3 +46,27 @@ def check_models(config: Mapping[str, Any], attempts: Sequence[Mapping[str, Any]
     if lines:
         lines[-1] += "; put that model back, or use another run_name or resume=fresh"
         raise ConfigError(lines)
+
+
+def weights_of(config: Mapping[str, Any]) -> dict[str, list[int]]:
+    """Name -> size and time in ns of each file of weights of the policy's model; none if it is not a folder."""
+    path = (config.get("model") or {}).get("path")
+    if not path:
+        return {}
+    try:
+        files = sorted(each for each in Path(path).iterdir() if each.suffix in WEIGHTS)
+        return {each.name: [(seen := each.stat()).st_size, seen.st_mtime_ns] for each in files}
+    except OSError:
+        return {}  # reported where the model is read
+
+
+def check_weights(config: Mapping[str, Any], attempts: Sequence[Mapping[str, Any]]) -> None:
+    """ConfigError if an evaluation's model has other weights than at its first attempt; attempts of earlier versions
+    did not record them."""
+    first = next((then for attempt in attempts if (then := attempt.get("weights"))), None)
+    now = weights_of(config)
+    if config.get("pipeline") == "evaluate" and first and now and now != first:
+        changed = sorted(name for name in {*first, *now} if first.get(name) != now.get(name))
+        folder = config["model"]["path"]
+        text = f"model.path: the weights in {folder} have changed since this evaluation began ({changed[0]})"
+        raise ConfigError([f"{text}; use another run_name or resume=fresh"])

@@ -13,7 +13,7 @@ from hpcrl.config import ConfigError
 from hpcrl.config.config_file import write_config
 from hpcrl.run_folder.branches import REASON, RESUME_FROM, Branch, branches_of, find_branch, is_same
 from hpcrl.run_folder.changes import effective, permitted_changes, read_config
-from hpcrl.run_folder.models import check_models, models_of
+from hpcrl.run_folder.models import check_models, check_weights, models_of, weights_of
 from hpcrl.run_folder.ownership import check_free, claim
 from hpcrl.run_folder.provenance import machine_facts
 from hpcrl.run_folder.records import (
@@ -70,7 +70,7 @@ def check_run(
     _check_place(folder)
     asked, reason = config.get(RESUME_FROM), str(config.get(REASON) or "")
     if not (folder / CONFIG).exists():
-        if asked is not None:
+        if asked is not None and resume != "fresh":  # that is refused as it is
             raise ConfigError([f"resume_from: {asked}, but {folder} holds no run to continue"])
         return RunState(folder, "fresh", check_free(folder))
     attempts = read_attempts(folder)
@@ -86,6 +86,7 @@ def check_run(
         return RunState(folder, "resume", attempt, permitted, branch=branch, from_step=branch.step, lineage=told)
     permitted = permitted_changes(config, folder)
     check_models(config, attempts)
+    check_weights(config, attempts)
     finished = read_finished(folder)
     if finished and max_steps <= finished["max_steps"] and pending is None:
         return RunState(folder, "finished", newest_attempt(folder), permitted, finished)
@@ -177,7 +178,12 @@ def _describe(
     """Update config.yaml, facts.json and plan.txt for the attempt that begins."""
     folder = run.run_dir
     attempts = read_attempts(folder)
-    own = {"attempt": run.attempt, "kind": run.kind, "changes": run.changes, "models": models_of(config)}
+    own: dict[str, Any] = {
+        "attempt": run.attempt,
+        "kind": run.kind,
+        "changes": run.changes,
+        "models": models_of(config),
+    }
     counted = {} if image_tokens is None else {"image_tokens": image_tokens}
     stored = effective(config, folder)
     reason = str(stored.get(REASON) or "")
@@ -193,6 +199,8 @@ def _describe(
             own["branch"] = Branch(run.from_step, run.from_step, stored[REASON]).record([], arguments)
     if run.branch is not None:
         own["branch"] = run.branch.record(run.changes, arguments)
+    if config.get("pipeline") == "evaluate":
+        own["weights"] = weights_of(config)
     attempts.append(own | counted | machine_facts())
     write_durably(folder / FACTS, json.dumps({"attempts": attempts}, indent=1).encode())
     if plan:

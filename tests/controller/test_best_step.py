@@ -129,12 +129,12 @@ def test_another_metric_or_none_at_a_resume(tmp_path: Path, ranks: Ranks) -> Non
 def test_a_metric_that_an_evaluation_lacks_is_named_once(
     tmp_path: Path, ranks: Ranks, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    checkpoints = make(tmp_path, ranks, **(KEPT | {"keep_best": {"metric": "val/math/scor"}}))
+    checkpoints = make(tmp_path, ranks, **(KEPT | {"keep_best": {"metric": "val/maths/score"}}))
     for step in (0, 10, 20):
         checkpoints.best.judge(step, {"val/math/score": 0.5, "actor/lr": 1.0}, evaluated=True)
         checkpoints.best.judge(step + 1, {"actor/lr": 1.0}, evaluated=False)
     warned = [line for line in capsys.readouterr().out.splitlines() if "keep_best" in line]
-    assert len(warned) == 1 and "no val/math/scor" in warned[0] and "it has val/math/score" in warned[0]
+    assert len(warned) == 1 and "no val/maths/score" in warned[0] and "it has val/math/score" in warned[0]
     assert checkpoints.best.best is None
 
 
@@ -145,6 +145,10 @@ def test_a_metric_that_an_evaluation_lacks_is_named_once(
         ({"keep_best": {"metric": METRIC}}, "needs validation; give data.val and eval_every above 0"),
         (KEPT | {"eval_every": 0}, "needs validation"),
         (KEPT | {"keep_best": {"metric": "val/score"}}, "use val/score/mean"),
+        (KEPT | {"keep_best": {"metric": "val/scroe"}}, "no metric of an evaluation; use val/score/m"),
+        (KEPT | {"keep_best": {"metric": "val/score/maen"}}, "use val/score/mean"),
+        (KEPT | {"keep_best": {"metric": "val/math/mean"}}, "or val/DOMAIN/score"),
+        (KEPT | {"keep_best": {"metric": "val/"}}, "no metric of an evaluation"),
         (
             KEPT | {"keep_best": {"metric": "val/sampled/score/mean"}, "eval": {"temperature": 1.0}},
             "rollout.temperature and eval.temperature are both 1; use val/score/mean",
@@ -159,4 +163,13 @@ def test_a_metric_that_cannot_occur_is_refused(values: dict[str, Any], said: str
 
 
 def test_the_metric_of_a_domain_is_accepted() -> None:
-    assert parse(KEPT | {"keep_best": {"metric": "val/math/score"}}).keep_best.metric == "val/math/score"
+    for metric in (
+        "math/score",
+        "truncated",
+        "math/pass@4",
+        "maj@8",
+        "sampled/score/max",
+        "env/default/won",
+        "a/b/score",
+    ):
+        assert parse(KEPT | {"keep_best": {"metric": f"val/{metric}"}}).keep_best.metric == f"val/{metric}"

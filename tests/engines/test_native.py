@@ -326,6 +326,47 @@ def test_log_probs_match_transformers(model_folder: tuple[Any, Path]) -> None:
         weight[3, 5] = exact
 
 
+@torch.no_grad()
+def test_log_probs_of_given_tokens_match_transformers(
+    model_folder: tuple[Any, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In passes of several rows of unequal lengths, before and after a run, whose cache and states stay right."""
+    model, folder = model_folder
+    monkeypatch.setattr("hpcrl.engines.gen.native.given_tokens.PASS_TOKENS", 160)
+    monkeypatch.setattr("hpcrl.engines.gen.native.given_tokens.LOGITS", 7 * VOCAB)
+    engine, requests = engine_of(folder), mixed_requests(6)
+    rows = [(prompt_of(i, 1 + 9 * i), prompt_of(50 + i, 1 + 11 * (i % 3))) for i in range(8)]
+    best = model(torch.tensor([rows[3][0]])).logits[0, -1].argmax()
+    rows.append((rows[3][0], [int(best)]))
+
+    def check() -> None:
+        for (prompt, response), (logprobs, greedy) in zip(rows, engine.logprobs(rows), strict=True):
+            logits = model(torch.tensor([[*prompt, *response]])).logits[0, len(prompt) - 1 : -1]
+            expected = logits.log_softmax(-1).gather(1, torch.tensor(response)[:, None])[:, 0]
+            np.testing.assert_allclose(logprobs, expected.numpy(), atol=1e-5)
+            assert greedy == bool((logits.argmax(-1) == torch.tensor(response)).all())
+
+    check()
+    assert [row.greedy for row in engine.logprobs(rows[-2:])] == [False, True]
+    assert max(largest_error(model, requests, run(engine, requests))) < 1e-5
+    check()
+
+
+def test_log_probs_that_cannot_be_computed_are_refused(qwen2: tuple[Any, Path]) -> None:
+    engine = engine_of(qwen2[1], max_length=8)
+    assert len(engine.logprobs([([1] * 5, [2] * 4)])[0].logprobs) == 4  # the last token is not an input
+    for row, text in (([], [1]), "0 tokens of prompt"), (([1], []), "0 of response"), (([1] * 5, [2] * 5), "at most 9"):
+        with pytest.raises(ValueError, match=f"row 1 has .*{text}"):
+            engine.logprobs([([1], [2]), row])
+    engine.add([Request(0, [1], SamplingParams(4), seed=0)])
+    engine.step(1)
+    with pytest.raises(ValueError, match="no running requests"):
+        engine.logprobs([([1], [2])])
+    engine.close()
+    with pytest.raises(ValueError, match="need weights"):
+        engine.logprobs([([1], [2])])
+
+
 def test_prompts_with_cached_prefixes_have_the_log_probs_of_transformers(
     model_folder: tuple[Any, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

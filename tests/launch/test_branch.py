@@ -82,6 +82,29 @@ def test_a_damaged_checkpoint_is_refused_before_the_start(run: Path) -> None:
     assert "the checkpoint of step 6" in line and "it has no manifest.json" in line
 
 
+def test_a_trial_reads_the_content_of_the_checkpoint(run: Path) -> None:
+    file = run / "checkpoints/step_000004/state.json"
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] + b"x")
+    prepare([*GIVEN, "resume_from=4"])  # the start itself reads it
+    (line,) = refused(*GIVEN, "resume_from=4", "dry_run=true")
+    assert "the checkpoint of step 4" in line and "state.json" in line and "(checkpoints of steps 2, 6)" in line
+    file.write_bytes(content)
+    prepare([*GIVEN, "resume_from=4", "dry_run=true"])
+
+
+def test_a_branch_of_a_run_that_starts_over_is_one_problem(run: Path) -> None:
+    (line,) = refused(*GIVEN, "resume_from=4", "resume=fresh")
+    assert "resume=fresh starts another" in line
+
+
+def test_profiled_steps_of_a_conversion_are_one_problem(mine: Path) -> None:
+    lines = refused("pipeline=convert", "profile.steps=[3]")
+    assert [line for line in lines if "profile" in line] == [
+        "profile.steps: not read here, the convert pipeline neither trains nor generates (override 'profile.steps=[3]')"
+    ]
+
+
 def test_a_plain_start_names_the_way_to_another_rate(run: Path) -> None:
     head, *lines = refused("+experiment=mine", "trainer.lr=1e-5")
     assert "trainer.lr may change at a branch, with resume_from=latest or a checkpoint's step" in head

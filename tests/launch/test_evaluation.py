@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from hpcrl.cluster import slurm
 from hpcrl.cluster.layout import RoleLayout
+from hpcrl.cluster.slurm import SlurmSilent
 from hpcrl.config import ConfigError, load
 from hpcrl.config.config_file import write_config
 from hpcrl.launch.evaluation import main
@@ -19,6 +23,7 @@ from hpcrl.metrics.evaluated import summarised
 from hpcrl.metrics.responses import header, partial_file, write_responses
 from hpcrl.run_folder import finish_run
 from hpcrl.run_folder.changes import read_config
+from hpcrl.run_folder.opening import check_run, open_run
 from hpcrl.system.exit_codes import ExitCode
 from tests import in_process
 from tests.metrics.test_responses import response
@@ -280,3 +285,46 @@ def test_stored_responses_count_as_progress_of_a_job(tmp_path: Path) -> None:
         )
         counted.append(_count(tmp_path, "short", None))
     assert counted == [1, 2, 1, 2]
+
+
+def test_a_job_without_slurm_is_refused_before_anything_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def silent() -> str:
+        raise SlurmSilent("scontrol: no answer")
+
+    monkeypatch.setattr(slurm, "cluster_name", silent)
+    make_run(tmp_path / "runs" / "sft", ["data.val=task:sort_digits"], [])
+    before = sorted(tmp_path.rglob("*"))
+    code, told, lines = run(tmp_path, "runs/sft", "+cluster=slurm")
+    assert (code, told) == (ExitCode.BAD_INPUT, "") and sorted(tmp_path.rglob("*")) == before
+    assert lines == ["hpcrl eval: cluster=slurm: scontrol: no answer; on a machine without Slurm, leave it out"]
+
+
+def test_a_runs_model_without_data_names_the_evaluation_of_the_run(tmp_path: Path) -> None:
+    make_run(tmp_path / "runs" / "sft", ["data.val=task:sort_digits"], [])
+    code, _, (line,) = run(tmp_path, "runs/sft/hf")
+    assert code == ExitCode.BAD_INPUT and "give data.val=FILE, or evaluate the run on its own data: " in line
+    assert line.endswith("eval runs/sft")
+    _, _, lines = run(tmp_path, "runs/sft/hf", "data.val=task:sort_digits", "dry_run=true")
+    assert "own data" not in "".join(lines)
+
+
+def test_an_evaluation_of_weights_that_changed_is_refused(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model")
+    config = load(["pipeline=evaluate", "data.val=task:sort_digits", f"model.path={model}"]).model_dump(mode="json")
+    weights = next(model.glob("*.safetensors"))
+    folder = open_run(config, tmp_path / "run", "auto").run_dir
+    finish_run(folder, 0, config["max_steps"], "evaluated")
+    config |= {"run_dir": str(folder)}
+    assert check_run(config, folder, "auto").kind == "finished"
+    seen = weights.stat()
+    os.utime(weights, ns=(seen.st_atime_ns, seen.st_mtime_ns + 1))
+    text = f"model.path: the weights in {model} have changed since this evaluation began ({weights.name})"
+    with pytest.raises(ConfigError, match=re.escape(text)):
+        check_run(config, folder, "auto")
+    assert check_run(config, folder, "fresh").kind == "fresh"
+    facts = json.loads((folder / "facts.json").read_text())
+    del facts["attempts"][0]["weights"]  # of an earlier version
+    (folder / "facts.json").write_text(json.dumps(facts))
+    assert check_run(config, folder, "auto").kind == "finished"

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from hpcrl.metrics.metric_table import MetricTable
 from hpcrl.report.anomalies import Anomaly, anomalies, series, smoothed, stretch
 from tests.report.synthetic import row
 
@@ -19,7 +20,7 @@ def rows(**columns: Iterable[Any]) -> list[dict[str, Any]]:
 
 
 def found(series: list[dict[str, Any]], max_staleness: float | None = None) -> list[Anomaly]:
-    return anomalies(series, max_staleness, [])
+    return anomalies(MetricTable.of(series), max_staleness, [])
 
 
 def test_a_usual_run_has_no_warnings() -> None:
@@ -108,10 +109,10 @@ def test_staleness_without_a_bound_is_no_warning() -> None:
 
 def test_failing_rewards_quote_the_most_frequent_error() -> None:
     kinds = [{"count": 7, "error": "KeyError: 'a' (mine.py:3)"}, {"count": 1, "error": "other"}]
-    (only,) = anomalies(rows(scheduler__score_errors=[0, 4, 4]), None, kinds)
+    (only,) = anomalies(MetricTable.of(rows(scheduler__score_errors=[0, 4, 4])), None, kinds)
     assert only.step == 2 and only.until is None
     assert only.text.startswith("8 samples had an error") and only.text.endswith("7 times: KeyError: 'a' (mine.py:3)")
-    (only,) = anomalies([], None, kinds)  # before the first step was logged
+    (only,) = anomalies(MetricTable(), None, kinds)  # before the first step was logged
     assert only.step is None
 
 
@@ -129,5 +130,5 @@ def test_the_last_of_two_stretches_counts() -> None:
 
 def test_series_leave_out_step_0_and_what_is_not_finite() -> None:
     made = [{"step": 0, "a": 1.0}, {"step": 1, "a": None}, {"step": 2}, {"step": 3, "a": 2}, {"step": 4, "a": "x"}]
-    assert series(made, "a") == [(3, 2.0)]
+    assert series(MetricTable.of(made), "a") == [(3, 2.0)]
     assert smoothed([(1, 1.0), (2, 9.0), (3, 2.0)], 3) == [(1, 1.0), (2, 5.0), (3, 2.0)]

@@ -3,37 +3,44 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
-from hpcrl.report.curves import MAX_POINTS, points, section, thinned
+from hpcrl.metrics.metric_table import MetricColumn, MetricTable
+from hpcrl.report.curves import MAX_POINTS, section, thinned
 from hpcrl.report.run_files import RunFiles
 from tests.report.synthetic import METRICS_OF_A_STEP, write_run
 
 
+def column(values: Sequence[float | None]) -> MetricColumn:
+    """Of steps 1, 2, ..."""
+    return MetricTable.of({"step": step, "x": value} for step, value in enumerate(values, 1)).column("x")
+
+
 def test_thinned_keeps_every_extreme() -> None:
     rng = random.Random(0)
-    curve = [(step, rng.gauss(0, 1)) for step in range(12_345)]
-    curve[777], curve[9_000] = (777, 99.0), (9_000, -99.0)
-    steps, values = thinned(curve, 200)
+    curve = [float(rng.randrange(-1000, 1000)) for _ in range(12_345)]
+    curve[777], curve[9_000] = 9999.0, -9999.0
+    steps, values = thinned(column(curve), 200)
     assert len(steps) <= 200 and steps == sorted(steps)
     kept = dict(zip(steps, values, strict=True))
-    assert kept[777] == 99.0 and kept[9_000] == -99.0
-    assert set(kept.items()) <= set(curve)
+    assert kept[778] == 9999.0 and kept[9_001] == -9999.0
+    assert set(kept.items()) <= set(enumerate(curve, 1))
 
 
 def test_thinned_by_hand() -> None:
     """Two parts of three points: (1, 3, 2) keeps 1 and 3, (5, 5, 5) keeps one 5."""
-    curve = [(1, 1.0), (2, 3.0), (3, 2.0), (4, 5.0), (5, 5.0), (6, 5.0)]
+    curve = column([1.0, 3.0, 2.0, 5.0, 5.0, 5.0])
     assert thinned(curve, 4) == ([1, 2, 4, 6], [1.0, 3.0, 5.0, 5.0])
     assert thinned(curve, 6) == ([1, 2, 3, 4, 5, 6], [1.0, 3.0, 2.0, 5.0, 5.0, 5.0])
-    gap = [(1, None), (2, None), (3, None), (4, 1.0), (5, None), (6, None)]
-    assert thinned(gap, 4) == ([1, 4], [None, 1.0])
+    assert thinned(column([None, None, None, 1.0, None, None]), 4) == ([1, 4], [None, 1.0])
+    assert thinned(column([]), 4) == ([], [])
 
 
 def test_points_keep_gaps_and_six_digits() -> None:
     rows = [{"step": 1, "a": 0.123456789}, {"step": 2}, {"step": 3, "a": None}, {"step": 4, "a": 2.0}]
     rows.append({"step": 5, "a": 10**400})  # no float is so large
-    assert points(rows, "a") == [(1, 0.123457), (3, None), (4, 2), (5, None)]
+    assert thinned(MetricTable.of(rows).column("a"), 10) == ([1, 3, 4, 5], [0.123457, None, 2, None])
 
 
 def test_the_section_of_a_run(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from hpcrl.metrics.metric_table import MetricTable
 from hpcrl.report.attempt_history import histories
 from hpcrl.report.overview import section
 from hpcrl.report.phases import phase_hours, phase_seconds
@@ -110,7 +111,7 @@ def test_phases_of_a_step() -> None:
         "time/save_drain": 50.0,
         "time/save": None,
     }
-    assert phase_seconds([row]) == {
+    assert phase_seconds(MetricTable.of([row])) == {
         "generation": 5.0,
         "waiting for rewards": 1.0,
         "rollout transfer": 0.5,
@@ -122,10 +123,10 @@ def test_phases_of_a_step() -> None:
 
 
 def test_hours_count_nodes_gpus_lost_steps_and_starts(tmp_path: Path) -> None:
-    run = RunFiles(write_run(tmp_path / "run"))
+    run, lost = RunFiles(write_run(tmp_path / "run")), {"step": 1, "time/step_total": 36.0}
     hours = {
         phase.name: phase
-        for phase in phase_hours(run.rows, [{"step": 1, "time/step_total": 36.0}], histories(run), 2, 8)
+        for phase in phase_hours(run.metrics, MetricTable.of([lost]), histories(run), 2, 8, MetricTable())
     }
     assert hours["training"].seconds == 31 * 3.0  # step 0 has times in this run, too
     assert hours["lost and computed again"].node_hours == pytest.approx(36 * 2 / 3600)

@@ -5,7 +5,11 @@ from __future__ import annotations
 import base64
 import io
 import json
+import os
+import re
+import shutil
 import tarfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +34,7 @@ from hpcrl.spec.trajectory import declare
 from tests.conftest import ROOT
 from tests.report.samples_run import (
     HOSTILE,
+    PROMPT,
     answered,
     byte_tokenizer,
     make_run,
@@ -38,6 +43,7 @@ from tests.report.samples_run import (
     write_step,
     write_validation,
 )
+from tests.report.synthetic import write_run
 from tests.report.test_page import blocks
 
 
@@ -427,3 +433,31 @@ def check_samples(run: Path, num_steps: int, per_step: int) -> None:
             assert one["reward"] == pytest.approx(rollouts.batch.rewards[row].item(), rel=1e-5)
             assert data["prompts"][one["prompt"]][0]["text"] == rollouts.messages(row)[0]["content"]
     assert data["validation"] and all("text" in said for one in data["validation"] for said in one["said"])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_run_of_100000_samples_is_sampled_down(tmp_path: Path) -> None:
+    """500 steps of 25 groups of 8: the page has few MB and says what it left out."""
+    run = write_run(tmp_path / "run", steps=500)
+    (run / "model").mkdir()
+    byte_tokenizer().save(str(run / "model/tokenizer.json"))
+    words = "so 17 times 23 is 391 and we are done "
+    made = [
+        sample(uid, member, [words * (2 + member)], reward=member / 7, prompt=f"{PROMPT} number {uid}")
+        for uid in range(1, 26)
+        for member in range(8)
+    ]
+    write_step(run, 1, made)
+    for step in range(2, 501):
+        shutil.copytree(run / "rollouts/step_000001", run / f"rollouts/step_{step:06d}", copy_function=os.link)
+    began = time.process_time()
+    text = page([RunFiles(run)])
+    assert len(text.encode()) < 6_000_000 and time.process_time() - began < 15
+    data = blocks(text)["data-0-samples"]
+    about = data["about"]["training"]
+    assert (about["total"], about["num_steps"]) == (100_000, 500) and about["outcomes"] == {"trained": 12_500}
+    assert 100 < len(data["training"]) < 5_000 and len(about["steps"]) > 5
+    assert re.match(r"whole groups from \d+ of 500 steps, evenly spread, by a hash of their prompts", about["choice"])
+    assert min(about["steps"]) == 1 and max(about["steps"]) == 500
+    assert "problems" not in text or blocks(text)["report-head"]["runs"][0]["problems"] == []

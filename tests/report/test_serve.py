@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -81,6 +82,25 @@ def test_the_index_and_the_reports(runs: Path) -> None:
         status, _, packed = get(server, "/secret/run/sweep/two", Accept_Encoding="gzip")
         assert blocks(packed)["report-head"]["index"] == "../../"
     assert {path: path.stat().st_mtime_ns for path in sorted(runs.rglob("*"))} == before
+
+
+def test_only_get_and_head_are_answered(runs: Path) -> None:
+    """The token without a slash leads to the list, so that its relative links work."""
+    with serving(LivePages(runs, known)) as server:
+        status, headers, _ = get(server, "/secret")
+        assert status == 308 and headers["Location"] == "/secret/"
+        assert get(server, "/secre")[0] == get(server, "/")[0] == 403
+        connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=60)
+        for path, status in {"/secret/": 200, "/secret/run/one": 200, "/secret/run/none": 404, "/wrong/": 403}.items():
+            length = len(get(server, path)[2].encode())
+            connection.request("HEAD", path)
+            answer = connection.getresponse()
+            assert (answer.status, answer.read(), answer.headers["Content-Length"]) == (status, b"", str(length))
+        for method in ("POST", "PUT", "DELETE", "OPTIONS"):
+            connection.request(method, "/secret/", body=b"x" * 500_000 if method == "PUT" else b"x=1")
+            answer = connection.getresponse()
+            assert answer.status == 405 and answer.headers["Allow"] == "GET, HEAD"
+            assert f"<p>{method} is not possible here: pages are only read" in answer.read().decode()
 
 
 def test_without_the_token_nothing_is_served(runs: Path) -> None:
@@ -150,11 +170,11 @@ def test_a_slow_file_system_does_not_block_other_requests(runs: Path, monkeypatc
     asked, released, pages = threading.Event(), threading.Event(), LivePages(runs, known, deadline_s=100.0)
     fast = LivePages._open
 
-    def open_slowly(self: LivePages, folder: Path):
+    def open_slowly(self: LivePages, folder: Path, *more: Any):
         if folder.name == "one":
             asked.set()
             released.wait(100)
-        return fast(self, folder)
+        return fast(self, folder, *more)
 
     monkeypatch.setattr(LivePages, "_open", open_slowly)
     with serving(pages) as server:

@@ -24,6 +24,7 @@ from hpcrl.engines.gen.generation_engine import NOTHING_KEPT, Output, ReplicaRan
 from hpcrl.engines.gen.native.allocation import AllocationFailure, PrefillBatch, RequestBlocks
 from hpcrl.engines.gen.native.architecture import read_architecture
 from hpcrl.engines.gen.native.blocks import Blocks
+from hpcrl.engines.gen.native.given_tokens import GivenTokens, logprobs_of
 from hpcrl.engines.gen.native.images import Images, make_tower
 from hpcrl.engines.gen.native.kv import NO_INDEX, KVCache, block_bytes
 from hpcrl.engines.gen.native.output_buffer import OutputBuffer
@@ -209,6 +210,21 @@ class NativeEngine:
             finished += self._iterate()
         self._output_buffer.forget(min((span.start for span in self._slots.spans), default=self._output_buffer.end))
         return finished
+
+    @torch.inference_mode()
+    def logprobs(self, rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[GivenTokens]:
+        """Of rows (prompt, response), the log-probs of the responses' tokens at temperature 1. ValueError for a row
+        with an empty part or too long, without weights, and while requests are running, whose states it would
+        overwrite."""
+        if self._model is None or self._slots.num_live:
+            raise ValueError("log-probs of given tokens need weights, and no running requests")
+        for number, (prompt, response) in enumerate(rows):
+            if not len(prompt) or not len(response) or len(prompt) + len(response) > self._max_length + 1:
+                raise ValueError(
+                    f"row {number} has {len(prompt)} tokens of prompt and {len(response)} of response; at least 1 of "
+                    f"each and at most {self._max_length + 1} together are needed (max_length {self._max_length})"
+                )
+        return logprobs_of(rows, self._model, self._arch, self._states, self.max_num_seqs, self._device)
 
     def progress(self) -> dict[int, int]:
         """See GenEngine."""

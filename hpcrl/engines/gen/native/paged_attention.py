@@ -160,11 +160,11 @@ class PrefillAttention:
         return cls(at, slots, None if full else padded, (len(lengths), longest), known if most else None, begin)
 
     def attend(
-        self, heads: Tensor, kv: Tensor, arch: Architecture, window: int | None, sinks: Tensor | None = None
+        self, heads: Tensor, kv: Tensor | None, arch: Architecture, window: int | None, sinks: Tensor | None = None
     ) -> Tensor:
         """The attention of the new tokens, as [T, heads * value_dim]. `heads` is [T, heads + 2 (or 1) kv_heads,
-        head_dim], `kv` a layer of the cache, `window` as in Architecture.windows, and `sinks` [heads] are
-        Layer.sinks."""
+        head_dim], `kv` a layer of the cache, which may be None if nothing is cached, `window` as in
+        Architecture.windows, and `sinks` [heads] are Layer.sinks."""
         if self.padded is not None:
             count = self.shape[0] * self.shape[1]
             heads = heads.new_zeros(count, *heads.shape[1:]).index_copy_(0, self.padded, heads)
@@ -176,6 +176,7 @@ class PrefillAttention:
             k, v = arch.keys_and_values(new)
             out = causal_attention(q, k, v, scale=scale, window=window, softcap=softcap, sinks=sinks)
         else:
+            assert kv is not None
             cached = kv[:, self.past].transpose(2, 3).flatten(3, 4)
             k, v = arch.keys_and_values(torch.cat((cached, new), dim=3))
             parts = [

@@ -59,14 +59,17 @@ class Transformer:
         self,
         ids: Tensor,
         positions: Tensor,
-        cache: KVCache,
+        cache: KVCache | None,
         adding: PrefillAttention,
         images: ImageFeatures | None = None,
         rows: PrefillRows | None = None,
-    ) -> None:
-        """Write the keys and values of T tokens, from several rows, into the cache, and update the states of recurrent
-        layers, for which `rows` is given. ids are int64 [T], positions int64
-        [T] or, for a model that takes images, [T, 3]; `images` are the features of some of the tokens."""
+        wanted: Tensor | None = None,
+    ) -> Tensor | None:
+        """Write the keys and values of T tokens, from several rows, into the cache, if there is one, and update the
+        states of recurrent layers, for which `rows` is given. ids are int64 [T], positions int64
+        [T] or, for a model that takes images, [T, 3]; `images` are the features of some of the tokens.
+
+        Returns the hidden states [k, H] after the last block of the tokens `wanted`, int64 [k]; None without it."""
         a = self._arch
         rotations = [self._rotation(r, positions) for r in self._rotations]
         x = self._embedded(ids)
@@ -79,12 +82,18 @@ class Transformer:
                 mixed = self._states.prefill(at, layer.delta, projected, rows, a.norm_eps)
             else:
                 heads, gates = self._heads(layer, projected, rotations[a.rope_of_layer[i]])
-                cache.write(at, adding.places, adding.slots, heads[:, a.num_heads :].unflatten(1, (-1, a.num_kv_heads)))
-                if i + 1 == a.num_layers:
-                    return
-                mixed = adding.attend(heads, cache.layers[at], a, self._windows[i], layer.sinks)
+                new = heads[:, a.num_heads :].unflatten(1, (-1, a.num_kv_heads))
+                if cache is not None:
+                    cache.write(at, adding.places, adding.slots, new)
+                if wanted is None and i + 1 == a.num_layers:
+                    return None
+                kv = None if cache is None else cache.layers[at]
+                mixed = adding.attend(heads, kv, a, self._windows[i], layer.sinks)
                 mixed = mixed if gates is None else mixed.mul_(gates)
+            if wanted is not None and i + 1 == a.num_layers:
+                x, mixed = x[wanted], mixed[wanted]
             x = self._block(layer, x, mixed)
+        return None if wanted is None else x
 
     def _rotation(self, rotations: Tensor, positions: Tensor) -> Tensor:
         """complex64 [T, 1, pairs]."""
@@ -123,7 +132,7 @@ class Transformer:
                 mixed = decoding.attend(heads[:, : a.num_heads], cache.layers[at], mask, a, layer.sinks)
                 mixed = mixed if gates is None else mixed.mul_(gates)
             x = self._block(layer, x, mixed, self._separate_rows)
-        return self._logits(x)
+        return self.logits(x)
 
     def _embedded(self, ids: Tensor) -> Tensor:
         x = self._weights.embedding[ids]
@@ -131,7 +140,8 @@ class Transformer:
             return x
         return x.mul_(torch.tensor(self._arch.embedding_scale, dtype=x.dtype).item())  # rounded to the model's dtype
 
-    def _logits(self, x: Tensor) -> Tensor:
+    def logits(self, x: Tensor) -> Tensor:
+        """float32 [R, vocab] of hidden states [R, H] after the last block."""
         logits, cap = self._weights.logits(self._norm(x, self._weights.norm)), self._arch.logit_softcap
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
