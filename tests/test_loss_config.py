@@ -15,7 +15,7 @@ DEMO = ["+experiment=demo", "model=tiny", "cluster.device=cpu"]
 WRONG = {
     "loss.default.ce=-1": "loss.default.ce: expected at least 0, got -1",
     "loss.default.policy=0": "loss.default: all weights are 0, so the domain would learn nothing; raise one",
-    "loss.default.divergence=.5": "loss.default.divergence: 0.5, but the run has no teacher; use 0",
+    "loss.default.divergence=.5": "teacher.path: there is no model to learn from; give a folder in HF layout",
     "loss.default.ce_above=0": "loss.default.ce_above: 0, but loss.default.ce is 0; raise it, or use ce_above=null",
     "loss.default.policy=0 loss.default.ce=1 algorithm.kl_loss_coef=.1": "algorithm.kl_loss_coef: 0.1 is a part of the "
     "policy loss, whose weight is 0 in every domain; use 0",

@@ -39,7 +39,6 @@ FOREIGN: dict[str, str] = {
     "kl_coef": "algorithm.kl_reward_coef or algorithm.kl_loss_coef",
     "kl_penalty": "algorithm.kl_reward_estimator",
     "kl_estimator": "algorithm.kl_reward_estimator",
-    "beta": "algorithm.kl_loss_coef",
     "target_kl": "algorithm.kl_target",
     "kl_ctrl": "algorithm.kl_reward_coef, algorithm.kl_target and algorithm.kl_horizon",
     "horizon": "algorithm.kl_horizon",

@@ -205,7 +205,7 @@ def test_a_critic_is_not_converted_to_a_language_model(tmp_path: Path, capsys: p
     tensors = load_file(file)
     save_file(tensors | {"score.weight": torch.ones(1, tensors["model.norm.weight"].numel())}, file)
     assert run("--to", "megatron", "--checkpoint", tmp_path / "model", "--output", tmp_path / "no") == 2
-    assert "is a critic, whose value head (score.weight) would be lost" in capsys.readouterr().err
+    assert "is a critic or a reward model, whose head (score.weight) would be lost" in capsys.readouterr().err
     assert not (tmp_path / "no").exists()
 
 

@@ -10,8 +10,9 @@ import pytest
 
 from hpcrl.config import DataConfig
 from hpcrl.config.generating import GenerateConfig
-from hpcrl.data import parse_pair, read_splits, sft_rows
+from hpcrl.data import read_splits, sft_rows
 from hpcrl.data.identity import prompt_id
+from hpcrl.data.pairs import parse_pair
 from hpcrl.data.response_rows import PromptRows, rows_of
 from hpcrl.rollout.types import Prompt
 from tests.metrics.test_responses import response

@@ -157,7 +157,7 @@ def test_a_second_model_of_other_patches_is_refused(role: str, at: Path, capsys:
     make_tiny_model(TinyModel(architecture="qwen2_5_vl"), at / "other")
     processor, config = at / "other/preprocessor_config.json", at / "other/config.json"
     processor.write_text(json.dumps(json.loads(processor.read_text()) | {"patch_size": 16}))
-    estimators = {"reference": "algorithm.kl_loss_coef=0.1", "teacher": "algorithm.advantage_estimator=distill"}
+    estimators = {"reference": "algorithm.kl_loss_coef=0.1", "teacher": "loss.default.divergence=1"}
     use = estimators.get(role, "algorithm.advantage_estimator=gae")
     assert start(at, row("small.png"), words=(SEEING, use, f"{role}.path=other")) == ExitCode.BAD_INPUT
     said = (

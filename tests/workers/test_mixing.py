@@ -22,12 +22,13 @@ from tests.algorithms.test_invariance import AGGREGATIONS, ALL, norms_of, rows_o
 class Answers:
     """Rows of two tokens of a prompt and a growing answer."""
 
-    per_row = 1
+    per_row, kind = 1, "answers"
 
-    def sequences(self, row: int) -> list[Any]:
-        from hpcrl.data.answers import TrainedSequence
+    def encode(self, row: int) -> Any:
+        from hpcrl.data.answers import EncodedRow, TrainedSequence
 
-        return [TrainedSequence([5, 6, *[7 + row] * (row + 1)], [False, False, *[True] * (row + 1)])]
+        sequence = TrainedSequence([5, 6, *[7 + row] * (row + 1)], [False, False, *[True] * (row + 1)])
+        return EncodedRow([sequence], [True])
 
 
 def answers(*rows: int) -> Batch:
