@@ -139,6 +139,6 @@ def test_a_pair_of_episodes_keeps_their_turns(tokenizer: Any, write_jsonl: Any) 
     ]
     (row,) = made(responses, form="pairs").rows
     assert json.loads(json.dumps(row)) == row
-    sequences = sft_rows(DataConfig(train=write_jsonl("a.jsonl", row)), "train", tokenizer, pairs=True).sequences(0)
+    sequences = sft_rows(DataConfig(train=write_jsonl("a.jsonl", row)), "train", tokenizer, kind="pairs").sequences(0)
     shown = [tokenizer.decode([i for i, wanted in zip(ids, mask, strict=True) if wanted]) for ids, mask, _ in sequences]
     assert shown == ["go<|im_end|>right<|im_end|>", "go<|im_end|>left<|im_end|>"]
