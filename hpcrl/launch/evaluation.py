@@ -3,12 +3,18 @@
     python -m hpcrl eval runs/sft                                        # the run's final model on its data.val
     python -m hpcrl eval runs/sft --step 200 eval.samples=8 eval.temperature=0.8
     python -m hpcrl eval runs/sft --step best                            # with keep_best.metric
+    python -m hpcrl eval runs/sft --follow                               # each checkpoint, while the run goes on
+    python -m hpcrl eval runs/sft --follow --every 100 +cluster=slurm cluster.partition=gpu
     python -m hpcrl eval Qwen/Qwen2.5-0.5B-Instruct data.val=gsm8k.jsonl eval.num_prompts=500
     python -m hpcrl eval models/mine +experiment=rlvr_gsm8k generator.engine=vllm +cluster=slurm cluster.partition=gpu
 
 FOLDER is a model in HF layout, or a run: then data.val, rewards, environments, eval, the generator and the sampling are
 those of the run. WORDS are settings as for `python -m hpcrl.launch`; dry_run=true prints the plan only. The evaluation
 is a run of its own, runs/NAME_eval. The same command continues it after a kill, and shows its results again.
+
+--follow holds none of the run's ranks: it evaluates each checkpoint like --step N, the oldest first, one at a time (on
+Slurm as a job each), waits for the next one until the run has ended, and prints the scores over steps. The run may have
+eval_every=0, and still wait in the queue. After a kill the same command goes on, and shows the table again.
 """
 
 from __future__ import annotations
@@ -19,6 +25,7 @@ import re
 import shlex
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,12 +36,14 @@ from hpcrl.checkpoint.best import read_best
 from hpcrl.cluster import slurm
 from hpcrl.config import Config, ConfigError, read
 from hpcrl.config.untrained import OTHERS, READ
+from hpcrl.launch import following
 from hpcrl.launch.hub import NAME
 from hpcrl.launch.start import start
+from hpcrl.launch.watched import Watched
 from hpcrl.metrics.evaluated import SUMMARY, as_table
 from hpcrl.node.devices import visible_gpus
 from hpcrl.rewards.serving.router import built_in_rewards
-from hpcrl.run_folder import CONFIG, branches_of, read_finished, stored_config
+from hpcrl.run_folder import CONFIG, SUBMITTED, branches_of, read_finished, stored_config
 from hpcrl.run_folder.opening import EVALUATED
 from hpcrl.run_folder.records import read_attempts
 from hpcrl.system import log
@@ -46,8 +55,10 @@ RUNS = Path("runs")
 SECTIONS = ("seed", "data", "reward", "env", "eval", "rollout", "generator", "judge", "reward_model", "timeouts")
 """What an evaluation takes from a run."""
 OF_CLUSTER = ("device", "threads_per_rank")
-KEYS, MODEL = "keys.yaml", "hf"
+KEYS, MODEL = "keys.yaml", following.MODEL
 """In EVALUATED: the keys taken from the run, and the model of its checkpoint."""
+OF_EACH = ("run_name", "run_dir", "resume", "dry_run")
+"""Keys that a following command sets for each evaluation, or cannot have."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -58,8 +69,21 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--step", metavar="N|best", help="of a run: this step's checkpoint, or the best one (keep_best.metric)"
     )
+    parser.add_argument(
+        "--follow", action="store_true", help="of a run: each checkpoint, until the run has ended; then a table"
+    )
+    parser.add_argument("--every", metavar="N", help="with --follow: only steps that are multiples of N")
+    parser.add_argument("--newest", action="store_true", help="with --follow: skip checkpoints if there is a newer one")
+    parser.add_argument(
+        "--keep-best", action="store_true", help="with --follow: of the converted models, keep that of the best step"
+    )
     try:
         given = parser.parse_intermixed_args(argv)
+        if given.follow:
+            return _follow(given.folder, given.step, given.every, given.newest, given.keep_best, given.words)
+        for option in ("every", "newest", "keep_best"):
+            if getattr(given, option):
+                raise ValueError(f"--{option.replace('_', '-')} belongs to --follow; give both or none")
         return _evaluate(given.folder, given.step, given.words)
     except ConfigError as error:
         print(in_shell("\n".join(error.problems)), file=sys.stderr)
@@ -74,7 +98,7 @@ def main(argv: Sequence[str]) -> int:
 def _evaluate(given: str, step: str | None, words: Sequence[str]) -> int:
     if "dry_run=true" not in words:
         _check_slurm(words)
-    folder = next((path for path in (Path(given), RUNS / given) if path.is_dir()), Path(given))
+    folder = _folder(given)
     if (folder / CONFIG).is_file():
         return _of_run(folder, None if step is None else _number(folder, step), words)
     if step is not None:
@@ -111,6 +135,50 @@ def _check_slurm(words: Sequence[str]) -> None:
         raise slurm.SlurmError(f"cluster=slurm: {error}; on a machine without Slurm, leave it out") from error
 
 
+def _folder(given: str) -> Path:
+    return next((path for path in (Path(given), RUNS / given) if path.is_dir()), Path(given))
+
+
+def _follow(
+    given: str, step: str | None, every: str | None, newest: bool, keep_best: bool, words: Sequence[str]
+) -> int:
+    """Evaluate the checkpoints of a run as they are written."""
+    _check_slurm(words)
+    if step is not None:
+        raise ValueError(f"--step {step}: --follow evaluates every checkpoint; leave one of the two out")
+    if every is not None and not re.fullmatch(r"[1-9]\d{0,11}", every):
+        raise ValueError(f"--every {every}: expected a number of steps from 1")
+    for word in words:
+        if (key := word.lstrip("+~").partition("=")[0]) in OF_EACH:
+            raise ValueError(f"{word}: --follow starts a run for each step; leave {key} out")
+    folder = _folder(given)
+    if not (folder / CONFIG).is_file():
+        if not (folder / SUBMITTED).is_file():
+            raise ValueError(f"--follow: {given} is not a run folder (no {CONFIG}); leave --follow out")
+        _wait_for_start(folder)
+    config = _config_of(folder, words)
+    best = config.keep_best
+    return following.Following(
+        folder,
+        lambda number: RUNS / _run_name(folder, number),
+        lambda number: _of_run(folder, number, words),
+        metric=best.metric or "val/score/mean",
+        mode=best.mode,
+        every=int(every or 1),
+        newest=newest,
+        keep_best=keep_best,
+    ).follow()
+
+
+def _wait_for_start(folder: Path) -> None:
+    """Return when the submitted run has begun. ValueError if it will not."""
+    run = Watched(folder, aloud=True)
+    while not (folder / CONFIG).is_file():
+        if (ended := run.ended()) and not (folder / CONFIG).is_file():
+            raise ValueError(f"--follow: {folder} is {ended}; submit the run first")
+        time.sleep(following.POLL_S)
+
+
 def _number(run: Path, step: str) -> int:
     """The step that `--step` means. ValueError if it is none of this run's."""
     if re.fullmatch(r"\d{1,12}", step):
@@ -122,7 +190,8 @@ def _number(run: Path, step: str) -> int:
     return best.step
 
 
-def _of_run(run: Path, step: int | None, words: Sequence[str]) -> int:
+def _config_of(run: Path, words: Sequence[str]) -> Config:
+    """The run's configuration. ValueError if the run has no model or validation data to evaluate."""
     config = stored_config(run)
     if not config.pipeline_spec.trains:
         raise ValueError(
@@ -130,17 +199,27 @@ def _of_run(run: Path, step: int | None, words: Sequence[str]) -> int:
         )
     if config.data.val is None and not any(word.lstrip("+").startswith("data.val=") for word in words):
         raise ValueError(f"{run}: the run has no validation data (data.val); give data.val=FILE")
+    return config
+
+
+def _run_name(run: Path, number: int) -> str:
+    """The name of the evaluation of a run's step."""
+    return f"{_name(run)}_eval_{step_name(number)}{_branch(run, number)}"
+
+
+def _of_run(run: Path, step: int | None, words: Sequence[str]) -> int:
+    config = _config_of(run, words)
     steps, finished = steps_in(run / "checkpoints"), read_finished(run)
     there = ", ".join(map(str, steps)) or "none"
-    if step is not None and step not in steps:
-        raise ValueError(f"--step {step}: {run} has no checkpoint of this step; there are: {there}")
     if step is None and not (finished and (run / MODEL / "config.json").is_file()):  # hf/ may be of an earlier end
         raise ValueError(f"{run}: no final model ({MODEL}/): the run has not ended; give --step N (there are: {there})")
     number = step if step is not None else finished.get("step")
-    ending = "" if number is None else f"_{step_name(number)}{_branch(run, number)}"
-    words = [f"run_name={_name(run)}_eval{ending}", "pipeline=evaluate", *words]
+    name = f"{_name(run)}_eval" if number is None else _run_name(run, number)
+    words = [f"run_name={name}", "pipeline=evaluate", *words]
     folder, dry = _run_dir(words), "dry_run=true" in words
     model = run / MODEL if step is None else folder / EVALUATED / MODEL
+    if step is not None and step not in steps and not model.is_dir():  # else keep_checkpoints has removed it since
+        raise ValueError(f"--step {step}: {run} has no checkpoint of this step; there are: {there}")
     if dry and not model.is_dir():
         raise ValueError(f"dry_run: the checkpoint of step {step} is not converted yet; leave dry_run out")
     with tempfile.TemporaryDirectory() as temporary:

@@ -69,10 +69,11 @@ def table_rows(summary: Mapping[str, Any]) -> list[tuple[str, ...]]:
 def scores_in_short(summary: Mapping[str, Any]) -> list[str]:
     """`SET SCORE`, with the standard error if there is one, for each set. KeyError, TypeError or AttributeError if the
     summary is not one."""
-    return [f"{' '.join(name.split())} {_score(own)}" for name, own in summary["sets"].items()]
+    return [f"{' '.join(name.split())} {score_text(own)}" for name, own in summary["sets"].items()]
 
 
-def _score(own: Mapping[str, Any]) -> str:
+def score_text(own: Mapping[str, Any]) -> str:
+    """`score`, with the standard error if there is one, of a set in evaluation.json."""
     stderr = own["score_stderr"]
     return f"{own['score']:.3f}" + (f" \u00b1 {stderr:.3f}" if stderr is not None else "")
 
@@ -82,4 +83,4 @@ def _cells(name: str, own: Mapping[str, Any], samples: int) -> tuple[str, ...]:
     voted = next((f"{own[key]:.3f}" for key in own if key.startswith("maj@")), "-")
     counts = str(own["prompts"]), str(samples)
     rest = f"{own['response_length']:.1f}", f"{own['truncated']:.1%}", str(own["score_errors"])
-    return name, *counts, _score(own), passed or "-", voted, *rest
+    return name, *counts, score_text(own), passed or "-", voted, *rest

@@ -7,6 +7,8 @@ import os
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -33,19 +35,36 @@ def evaluate(at: Path, *words: str) -> str:
     return done.stdout
 
 
+def start_and_kill(at: Path, happened: Callable[[], bool], *words: str) -> None:
+    """SIGKILL to `hpcrl eval` when it happened."""
+    command = [sys.executable, "-m", "hpcrl", "eval", *words]
+    environ, deadline = {**os.environ, "OMP_NUM_THREADS": "1"}, time.monotonic() + 100
+    with subprocess.Popen(command, cwd=at, env=environ, stdout=subprocess.DEVNULL) as process:
+        while not happened() and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        process.kill()
+    assert process.returncode == -signal.SIGKILL and happened()
+
+
 def test_a_run_evaluated_alone_has_the_results_of_its_last_validation(
     tmp_path: Path, digit_model: Path, digit_data: Path
 ) -> None:
-    """Its final model and an earlier checkpoint; a second start shows the results again and generates nothing."""
+    """Its final model and earlier checkpoints, one by --step N, one by --follow, which is killed once and evaluates
+    nothing that is evaluated; a second start shows the results again and generates nothing."""
     words = [f"model.path={digit_model}", f"data.train={digit_data}", f"data.val={digit_data}", "pipeline=sft", *SMALL]
     (tmp_path / "runs").mkdir()
-    words += ["max_steps=2", "save_every=1", "eval_every=1", "sft.batch_size=16", "trainer.lr=3e-3"]
+    words += ["max_steps=3", "save_every=1", "keep_checkpoints=3", "eval_every=1", "sft.batch_size=16"]
+    words += ["trainer.lr=3e-3"]
     start = Start(tmp_path / "runs" / "warm", [*words, "eval.num_prompts=40", "reward.default.name=exact_match"])
     assert start.wait() == ExitCode.DONE, start.text
     rows = {row["step"]: row for row in read_metrics(tmp_path / "runs" / "warm")}
-    for step, further in ((2, []), (1, ["--step", "1"])):
-        said = evaluate(tmp_path, "warm", *further)
+    for step, further in ((3, []), (2, ["--follow"]), (1, ["--step", "1"])):
         folder = tmp_path / "runs" / f"warm_eval_step_{step:06d}"
+        if step == 2:
+            start_and_kill(tmp_path, (folder / "owners" / "0001").exists, "warm", "--follow", "--every=2")
+            assert not (folder / "evaluation.json").exists()
+            further.append("--every=2")
+        said = evaluate(tmp_path, "warm", *further)
         told = json.loads((folder / "evaluation.json").read_bytes())
         logged = {
             name: value for name, value in rows[step].items() if name.startswith("val/") and "sampled" not in name
@@ -56,6 +75,11 @@ def test_a_run_evaluated_alone_has_the_results_of_its_last_validation(
         )
         assert alone == inside and len(alone) == 40 and head["sets"]["default"]["path"] == str(digit_data)
         assert f"{logged['val/score/mean']:.3f} ± " in said
+        if step == 2:
+            scores = [f"{rows[at]['val/score/mean']:.3f}" for at in (2, 3)]
+            shown = said[said.index("\nstep  default\n") :].splitlines()
+            assert [line.split()[:2] for line in shown[2:4]] == [["2", scores[0]], ["3", scores[1]]]
+            assert f"best step {2 if scores[0] >= scores[1] else 3}: val/score/mean" in shown[4]
     before = {name: (folder / name).stat().st_mtime_ns for name in RESULTS}
     said = in_process.run(main, "warm", "--step", "1", at=tmp_path).stdout
     assert "finished: evaluated 40 responses to 40 prompts" in said and f"{logged['val/score/mean']:.3f} ± " in said
