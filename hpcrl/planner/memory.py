@@ -23,6 +23,7 @@ from hpcrl.planner.generator import (
 )
 from hpcrl.planner.image_memory import controller_pixels, pixel_parts, scorer_pixels, with_row_tokens
 from hpcrl.planner.memory_parts import PHASES, Part, Phase, has_gpus
+from hpcrl.planner.taught_memory import HEAD
 from hpcrl.planner.traffic import weight_groups
 from hpcrl.planner.trainer import check_critic, check_reference, check_teacher, train_plan, trained_shape
 from hpcrl.spec.table import load
@@ -236,7 +237,7 @@ def _routes(config: Config, shape: ModelShape, roles: Collection[RoleName], layo
 def _moves_out(part: Part, on_gpu: bool) -> list[Part]:
     """Split a permanent part into GPU memory outside the generator's phases, and host memory, which is kept for the
     next offload (hpcrl.engines.train.offloading)."""
-    if part.on_host or part.during != PHASES:
+    if part.on_host or part.during != PHASES or part.name == HEAD:
         return [part]
     away: tuple[Phase, ...] = ("generate",) if part.name == "weights" else ("generate", "publish")
     stays = tuple(phase for phase in PHASES if phase not in away)

@@ -38,6 +38,7 @@ from hpcrl.planner.image_memory import (
     tower_activations,
 )
 from hpcrl.planner.memory_parts import BYTES, Part, has_gpus
+from hpcrl.planner.taught_memory import divergence_bytes
 
 FIELD_BYTES = 12 * INDEX
 """Bytes per token of ids, positions, indices of packed tokens, and the objective's fields."""
@@ -97,7 +98,8 @@ def moments(
     logits = [0, 0]
     if not any(parameter.name.startswith("score.") for parameter in shape.parameters):
         sizes = (shape, tokens, trainer.logits_chunk_tokens, num_bytes, bool(trainer.head_dtype))
-        logits = [forward_logits_bytes(*sizes), logits_bytes(*sizes, gpu=gpu)]
+        forward, backward = divergence_bytes(config, shape, tokens, num_bytes)
+        logits = [forward_logits_bytes(*sizes) + forward, logits_bytes(*sizes, gpu=gpu) + backward]
     beside_patches = {"activations": everything, "patches": patch_bytes(tower, images, num_bytes)}
     normalised = hidden * (FP32 + 3 * num_bytes)  # in the final norm, beside what it keeps
     yield Moment(None, "forward", beside_patches | {"activations": everything + normalised})

@@ -17,6 +17,7 @@ from hpcrl.models.shape import CannotPlanError, ModelShape, Parameter
 from hpcrl.planner.activations import Tokens, forward_logits_bytes, forward_only
 from hpcrl.planner.image_memory import with_row_tokens
 from hpcrl.planner.memory_parts import BYTES, PHASES, Change, Part, Phase, PlanRow, has_gpus, samples_of_a_step
+from hpcrl.planner.taught_memory import field_parts, head_parts
 from hpcrl.planner.traffic import Sent, StepWork
 from hpcrl.spec.problems import dotted
 from hpcrl.spec.table import load
@@ -66,7 +67,9 @@ def train_plan(config: Config) -> TrainPlan:
 def trainer_parts(config: Config, shape: ModelShape, num_ranks: int) -> list[Part]:
     """See TrainPlan. CannotPlanError for an engine without a plan."""
     parts = train_plan(config).trainer_parts(config, shape, num_ranks)
-    return [part for part in parts if part.name != "logits"] if config.trains_head else parts
+    if config.trains_head:
+        return [part for part in parts if part.name != "logits"]
+    return [*parts, *head_parts(config), *field_parts(config, RoleLayout.from_config(config), "trainer")]
 
 
 def _with_rows_of(policy: ModelShape, folder: str, key: str) -> ModelShape:
@@ -106,7 +109,8 @@ def teacher_parts(config: Config, shape: ModelShape, num_ranks: int) -> list[Par
     own = config.of_teacher()
     parts = train_plan(own).reference_parts(own, teacher_shape(config, shape), num_ranks)
     during: dict[tuple[Phase, ...], tuple[Phase, ...]] = {("reference",): ("teacher",)}
-    return [replace(part, role="teacher", during=during.get(part.during, part.during)) for part in parts]
+    of_model = [replace(part, role="teacher", during=during.get(part.during, part.during)) for part in parts]
+    return [*of_model, *field_parts(config, RoleLayout.from_config(config), "teacher")]
 
 
 def check_teacher(config: Config, layout: RoleLayout, shape: ModelShape) -> Iterator[Problem]:

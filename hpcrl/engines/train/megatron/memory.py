@@ -23,6 +23,7 @@ from hpcrl.models.shape import CannotPlanError, ModelShape, Parameter
 from hpcrl.planner.activations import FP32, Tokens, logits_bytes
 from hpcrl.planner.adapters import adapters, saved, trained
 from hpcrl.planner.memory_parts import BYTES, Change, Part, PlanRow, has_gpus, samples_of_an_update, split_size
+from hpcrl.planner.taught_memory import divergence_bytes
 from hpcrl.planner.traffic import Sent, StepWork, total_bytes
 from hpcrl.planner.trainer import forward_parts
 from hpcrl.spec.lora import B, adapted
@@ -140,6 +141,7 @@ def _stage_parts(
         part = dataclasses.replace(shape, vocab_size=-(-shape.vocab_size // megatron.tensor_parallel))
         sizes = (part, tokens, trainer.logits_chunk_tokens, compute, bool(trainer.head_dtype))
         logits = logits_bytes(*sizes, gpu=has_gpus(config, ("trainer",)))
+        logits += divergence_bytes(config, part, tokens, compute)[1]
     # Ranks that also generate and have all layers gather a layer's experts as one tensor.
     sent = shape if config.lora is None else trained(config, shape)
     largest = PLAN.largest_tensor(sent) if megatron.pipeline_parallel > 1 else max(p.size for p in sent.parameters)
