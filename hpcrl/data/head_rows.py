@@ -3,7 +3,6 @@ labels."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from hpcrl.data.answers import EncodedRow, SFTRows, TrainedSequence
 from hpcrl.data.chat import encode, marked, render
 from hpcrl.data.dialogue_tokens import dialogue_tokens, padding_token, scored_index
 from hpcrl.data.files import BadRow
+from hpcrl.data.pair_forms import LARGEST, number
 from hpcrl.data.pairs import parse_pair
 from hpcrl.data.row_lengths import LengthLimit, TooLong
 from hpcrl.data.rows import ReadRow, Row, RowSet, learning_obstacle, parse_row
@@ -149,8 +149,8 @@ def _scorable(row: Row, where: str) -> Row:
 
 
 def _number(value: Any, name: str, where: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise BadRow(f"{where}: {name} must be a finite number, got {str(value)[:40]!r}")
+    if number(value) is None:
+        raise BadRow(f"{where}: {name} must be a finite number up to {LARGEST:g}, got {str(value)[:40]!r}")
 
 
 def _names(raw: dict[str, Any]) -> str:
