@@ -15,7 +15,7 @@ DEMO = ["+experiment=demo", "model=tiny", "cluster.device=cpu"]
 WRONG = {
     "loss.default.ce=-1": "loss.default.ce: expected at least 0, got -1",
     "loss.default.policy=0": "loss.default: all weights are 0, so the domain would learn nothing; raise one",
-    "loss.default.divergence=.5": "loss.default.divergence: 0.5, but the run has no teacher; use 0",
+    "loss.default.divergence=.5": "teacher.path: there is no model to learn from",
     "loss.default.ce_above=0": "loss.default.ce_above: 0, but loss.default.ce is 0; raise it, or use ce_above=null",
     "loss.default.policy=0 loss.default.ce=1 algorithm.kl_loss_coef=.1": "algorithm.kl_loss_coef: 0.1 is a part of the "
     "policy loss, whose weight is 0 in every domain; use 0",
@@ -89,3 +89,12 @@ def test_a_pipeline_has_defaults_of_its_own(monkeypatch: pytest.MonkeyPatch) -> 
     found = {name: (weights.policy, weights.ce) for name, weights in config.loss.items()}
     assert found == {"maths": (0.0, 0.1), "default": (0.0, 0.5)}
     assert config.loss_of("code").ce == 0.5
+
+
+def test_imitation_reads_the_keys_of_rows_with_answers(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1", "answer": "2"}\n')
+    words = ["+experiment=demo", f"data.train={tmp_path}/rows.jsonl", "data.unusable_rows=drop"]
+    with pytest.raises(ConfigError, match=r"data.unusable_rows"):
+        load(words)
+    found = load([*words, f"imitation.data={tmp_path}/rows.jsonl", "data.overlong_sequences=keep_end"])
+    assert found.of_imitation().data.overlong_sequences == "keep_end"

@@ -164,7 +164,7 @@ def _check_imitation(
     from hpcrl.launch.data_summary import check_media, row_checks
 
     own = config.of_imitation()
-    rows, wrong = read_splits(own.data, own.seed, row_checks(own, template))
+    rows, wrong = read_splits(own.data, own.seed, row_checks(own, template), drop=own.data.unusable_rows == "drop")
     lines = [line.replace("data.train", "imitation.data") for line in [*wrong, *check_answers(rows)]]
     lines += [line.replace("data.train", "imitation.data") for line in check_media(own, rows, vision)]
     reading.add([Problem((), line, (("imitation",), ("data",))) for line in dict.fromkeys(lines)])
