@@ -18,7 +18,7 @@ from hpcrl.data.pair_forms import (
     spoken_prompt,
     with_parts,
 )
-from hpcrl.data.rows import PROMPT_KEYS, RESPONSE_KEYS, Row, learning_obstacle, parse_row
+from hpcrl.data.rows import PROMPT_KEYS, RESPONSE_KEYS, Row, columns_of, learning_obstacle, parse_row
 from hpcrl.spec.media import IMAGE_MARK
 
 COMPLETION = "completion"
@@ -92,7 +92,7 @@ def _part(value: Any, name: str, raw: dict[str, Any], config: DataConfig, where:
     """A part of a row; text is one turn of the assistant, or a whole dialogue."""
     if value is None:
         columns = f"{config.chosen_key} and {config.rejected_key} (data.chosen_key, data.rejected_key)"
-        raise BadRow(f"{where}: no {name}: a pair has the columns {columns}; the row has {', '.join(raw) or 'none'}")
+        raise BadRow(f"{where}: no {name}: a pair has the columns {columns}; the row has {columns_of(raw)}")
     if isinstance(value, str) and not value.strip():
         raise UselessPair(f"{where}: {name} is empty", "empty")
     value = spoken_dialogue(value) or value

@@ -156,8 +156,8 @@ def _check_domains(config: Config, router: Router, rows: Mapping[Split, RowSet])
         if name == UNSCORED and key:
             count, where = found.rows_of(domain)
             problems.append(
-                f"{where}: domain {domain} has no reward, and {key} compares scores; set reward.{domain}.name or "
-                f"reward.default.name, or leave it out; data.{split} has {_rows(count)} of this domain"
+                f"{where}: domain {domain} has no reward, and {key} compares scores; set "
+                f"{' or '.join(dict.fromkeys([f'reward.{domain}.name', 'reward.default.name']))}, or leave it out; data.{split} has {_rows(count)} of this domain"
             )
         if domain in found.unanswered and REWARDS[name].compares_answer:
             count, where = found.unanswered[domain]
