@@ -150,7 +150,9 @@ def test_a_folder_that_cannot_be_the_teacher_is_named(policy: Path, other: Path,
     assert problem(without) == f"teacher.path: no tokenizer in {without} (tokenizer.json)"
     scorer = changed("scorer", lambda folder: edit(folder, architectures=["LlamaForSequenceClassification"]))
     assert problem(scorer).endswith("whose head gives no probabilities of tokens; give a language model")
-    with pytest.raises(ConfigError, match=r"teacher.top_k: 400 exceeds vocab_size of .*other = 384; use at most 384"):
+    with pytest.raises(
+        ConfigError, match=r"teacher.top_k: 400 exceeds vocab_size of .*other = 384; use teacher.form=full"
+    ):
         prepare(words_for(policy, tmp_path / "run", f"teacher.path={other}", "teacher.form=top_k", "teacher.top_k=400"))
     short = tmp_path / "short"
     make_tiny_model(TinyModel(hidden_size=16, num_layers=1, max_position_embeddings=64, **SIZES), short)

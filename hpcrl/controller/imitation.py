@@ -18,8 +18,8 @@ from hpcrl.rollout.types import ANSWER_IDS
 
 
 class Imitation:
-    """The rows of imitation.data. The step determines its rows, so a checkpoint only identifies the data. The context of
-    the model in the folder `model` limits their length."""
+    """The rows of imitation.data. The step determines its rows, so a checkpoint only identifies the data. The
+    context of the model in the folder `model` limits their length."""
 
     def __init__(
         self,

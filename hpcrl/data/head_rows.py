@@ -129,7 +129,8 @@ def _stepwise(
     """A prompt, the steps of an answer in `completions`, and whether each is right in `labels`."""
     steps, labels = raw.get(STEPS), raw.get(LABELS)
     if not isinstance(steps, list) or not steps or not all(isinstance(step, str) and step.strip() for step in steps):
-        raise BadRow(f"{where}: completions must be a list of texts, the steps of an answer; the row has {columns_of(raw)}")
+        text = "completions must be a list of texts, the steps of an answer"
+        raise BadRow(f"{where}: {text}; the row has {columns_of(raw)}")
     if not isinstance(labels, list) or not all(isinstance(label, bool) for label in labels):
         raise BadRow(f"{where}: labels must be a list of true or false, got {str(labels)[:40]}")
     if len(labels) != len(steps):

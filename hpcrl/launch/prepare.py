@@ -266,7 +266,7 @@ def _check_teacher(teacher: TeacherConfig, found: ModelFolder) -> Iterator[Probl
         yield Problem(("teacher", "path"), f"teacher.path: {text}")
     words = decoder_keys(found.config).get("vocab_size")
     if teacher.form == "top_k" and isinstance(words, int) and teacher.top_k > words:
-        text = f"{teacher.top_k} exceeds vocab_size of {found.path} = {words}; use at most {words}, or teacher.form=full"
+        text = f"{teacher.top_k} exceeds vocab_size of {found.path} = {words}; use teacher.form=full, or at most that"
         yield Problem(("teacher", "top_k"), f"teacher.top_k: {text}", (("teacher", "path"),))
 
 

@@ -102,8 +102,8 @@ def test_long_rows_are_named(tmp_path: Path, tokenizer: Any) -> None:
     [
         ("pairs", {"chosen": "4", "rejected": " 4"}, "chosen and rejected are equal"),
         ("pairs", {"chosen": "4"}, "no rejected"),
-        ("pairs", {"chosen": "4", "rejected": "5", "margin": "much"}, r"margin must be a finite number up to 1e\+18, got 'much'"),
-        ("pairs", {"chosen": "4", "rejected": "5", "margin": True}, r"margin must be a finite number up to 1e\+18, got 'True'"),
+        ("pairs", {"chosen": "4", "rejected": "5", "margin": "much"}, r"margin must be .* up to 1e\+18, got 'much'"),
+        ("pairs", {"chosen": "4", "rejected": "5", "margin": True}, "margin must be a finite number .*got 'True'"),
         ("pairs", {"chosen": "4", "rejected": "5", "chat_template_kwargs": {"x": 1}}, "the row has template variables"),
         ("pairs", {"chosen": "4", "rejected": "5", "margin": 1e39}, "margin must be a finite number"),
         ("scores", {"completion": "4", "score": 10**400}, "score must be a finite number"),

@@ -85,9 +85,7 @@ def test_bad_input_is_refused_in_one_line(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_target_that_cannot_be_written_is_refused(
-    tmp_path: Path, rows: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_target_that_cannot_be_written_is_refused(tmp_path: Path, rows: str, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder := tmp_path / "locked").mkdir()
     monkeypatch.setattr(os, "access", lambda path, mode: path != folder)  # a test of root may write anywhere
     line = refused(tmp_path, rows, f"generate.target={folder}/x.jsonl")
