@@ -89,3 +89,12 @@ def test_a_pipeline_has_defaults_of_its_own(monkeypatch: pytest.MonkeyPatch) -> 
     found = {name: (weights.policy, weights.ce) for name, weights in config.loss.items()}
     assert found == {"maths": (0.0, 0.1), "default": (0.0, 0.5)}
     assert config.loss_of("code").ce == 0.5
+
+
+def test_imitation_reads_the_keys_of_rows_with_answers(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1", "answer": "2"}\n')
+    words = ["+experiment=demo", f"data.train={tmp_path}/rows.jsonl", "data.unusable_rows=drop"]
+    with pytest.raises(ConfigError, match=r"data.unusable_rows"):
+        load(words)
+    found = load([*words, f"imitation.data={tmp_path}/rows.jsonl", "data.overlong_sequences=keep_end"])
+    assert found.of_imitation().data.overlong_sequences == "keep_end"

@@ -127,6 +127,11 @@ def test_the_plan_counts_and_shows_the_teacher(policy: Path, other: Path, tmp_pa
     assert "the teacher's pass" in text and "rows 3-4" not in text
 
 
+def edit(folder: Path, **changes: object) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
 def test_a_folder_that_cannot_be_the_teacher_is_named(policy: Path, other: Path, tmp_path: Path) -> None:
     def problem(path: Path) -> str:
         with pytest.raises(ConfigError) as caught:
@@ -143,6 +148,12 @@ def test_a_folder_that_cannot_be_the_teacher_is_named(policy: Path, other: Path,
     assert problem(tmp_path / "none").startswith(f"teacher.path: no folder {tmp_path / 'none'}; give one")
     without = changed("without", lambda folder: (folder / "tokenizer.json").unlink())
     assert problem(without) == f"teacher.path: no tokenizer in {without} (tokenizer.json)"
+    scorer = changed("scorer", lambda folder: edit(folder, architectures=["LlamaForSequenceClassification"]))
+    assert problem(scorer).endswith("whose head gives no probabilities of tokens; give a language model")
+    with pytest.raises(
+        ConfigError, match=r"teacher.top_k: 400 exceeds vocab_size of .*other = 384; use teacher.form=full"
+    ):
+        prepare(words_for(policy, tmp_path / "run", f"teacher.path={other}", "teacher.form=top_k", "teacher.top_k=400"))
     short = tmp_path / "short"
     make_tiny_model(TinyModel(hidden_size=16, num_layers=1, max_position_embeddings=64, **SIZES), short)
     assert problem(short).endswith(f"= 80 tokens exceed max_position_embeddings of {short} = 64")

@@ -14,15 +14,9 @@ from hpcrl.spec.tables import PIPELINES, ROLES
 
 SECTIONS = ("algorithm", "loss", "imitation", "trainer", "reference", "teacher", "critic")
 """Sections that have their defaults in such a run."""
-ANSWER_KEYS = (
-    "chosen_key",
-    "rejected_key",
-    "label_key",
-    "max_sequence_tokens",
-    "overlong_sequences",
-    "unusable_rows",
-)
-"""Keys of data that only a pipeline that learns from answers reads."""
+OF_COMPARED = ("chosen_key", "rejected_key", "label_key")
+ANSWER_KEYS = (*OF_COMPARED, "max_sequence_tokens", "overlong_sequences", "unusable_rows")
+"""Keys of data that only a pipeline that learns from answers reads, OF_COMPARED only from pairs and labelled ones."""
 OTHERS = (
     ("max_steps",),
     ("save_every",),

@@ -8,7 +8,7 @@ from hpcrl.config.engines import LoRAConfig, TrainerConfig
 from hpcrl.config.rollout import DomainRolloutConfig
 from hpcrl.config.scalar_heads import CriticConfig
 from hpcrl.config.schema import Config
-from hpcrl.config.untrained import ANSWER_KEYS, unread_without_trainer
+from hpcrl.config.untrained import ANSWER_KEYS, OF_COMPARED, unread_without_trainer
 from hpcrl.models.families import has_experts
 from hpcrl.spec.kinds import Spec
 from hpcrl.spec.policy_loss import CORRECTION_KEYS, SURROGATE_KEYS
@@ -81,7 +81,7 @@ def _unread_of_pipeline(config: Config) -> Iterator[tuple[Path, Path, str]]:
         for key in UNREAD_OF_ROWS[config.row_kind]:
             yield ("data", key), ("pipeline",), f"the rows of the {config.pipeline} pipeline are {config.row_kind}"
     else:
-        for key in ANSWER_KEYS:
+        for key in OF_COMPARED if config.imitates else ANSWER_KEYS:
             yield ("data", key), ("pipeline",), f"the {config.pipeline} pipeline does not learn from answers"
         yield from _unread_objective(config)
         yield from _unread_policies(config)

@@ -103,7 +103,7 @@ def build(
     reference = Reference(controller, layout, config, run_dir)
     if isinstance(data, AnswerRows) and config.uses_reference and config.reference.cache is not None:
         reference = CachedReference(controller, layout, config, run_dir, trainer, data, model_path)
-    imitation = Imitation(controller, layout, config, trainer, tokenizer)
+    imitation = Imitation(controller, layout, config, trainer, tokenizer, model_path)
     checkpoint = Checkpoints(controller, layout, config, run_dir, attempt, data, [trainer, reference, imitation])
     first_step = checkpoint.restore()
     background.check(checkpoint.commit_if_written)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from hpcrl.cluster.layout import RoleLayout
@@ -17,11 +18,20 @@ from hpcrl.rollout.types import ANSWER_IDS
 
 
 class Imitation:
-    """The rows of imitation.data. The step determines its rows, so a checkpoint only identifies the data."""
+    """The rows of imitation.data. The step determines its rows, so a checkpoint only identifies the data. The
+    context of the model in the folder `model` limits their length."""
 
-    def __init__(self, controller: Controller, layout: RoleLayout, config: Config, trainer: Trainer, tokenizer: Any):
+    def __init__(
+        self,
+        controller: Controller,
+        layout: RoleLayout,
+        config: Config,
+        trainer: Trainer,
+        tokenizer: Any,
+        model: Path | None = None,
+    ):
         self._controller, self._division = controller, layout.division("trainer")
-        self._rows = AnswerRows(trainer, config.of_imitation(), tokenizer) if config.imitates else None
+        self._rows = AnswerRows(trainer, config.of_imitation(), tokenizer, model) if config.imitates else None
 
     def mix(self, batch: BatchHandle) -> Stats:
         """Add the step's rows to the batch on the trainer ranks, divided over its mini-batches; without imitation.data

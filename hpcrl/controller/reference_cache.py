@@ -73,7 +73,8 @@ class CachedReference(Reference):
         """Compute what is missing for the steps after this one; yields the number of batches so far before each one.
         If the caller leaves it there, these are kept. At the end the reference's weights are freed."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        (self.folder / "facts.json").write_text(json.dumps(self._facts, indent=1, sort_keys=True) + "\n")
+        if not (path := self.folder / "facts.json").exists():  # a complete folder may be another user's
+            path.write_text(json.dumps(self._facts, indent=1, sort_keys=True) + "\n")
         stored, num_done = merge(self.folder), 0
         known = set() if stored is None else set(stored.sequences.tolist())
         most = first_step + 2 * self._rows.steps_per_epoch  # the rest of an epoch, and all of the next one

@@ -3,7 +3,6 @@ labels."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,10 @@ from hpcrl.data.answers import EncodedRow, SFTRows, TrainedSequence
 from hpcrl.data.chat import encode, marked, render
 from hpcrl.data.dialogue_tokens import dialogue_tokens, padding_token, scored_index
 from hpcrl.data.files import BadRow
+from hpcrl.data.pair_forms import LARGEST, number
 from hpcrl.data.pairs import parse_pair
 from hpcrl.data.row_lengths import LengthLimit, TooLong
-from hpcrl.data.rows import ReadRow, Row, RowSet, learning_obstacle, parse_row
+from hpcrl.data.rows import ReadRow, Row, RowSet, columns_of, learning_obstacle, parse_row
 from hpcrl.data.tasks import Split
 from hpcrl.data.template_forms import TemplateRefusal
 
@@ -113,7 +113,7 @@ def _scored(
     """A prompt, an answer, and its score in the column `score`."""
     row = parse_row(raw, config, fixed_domain, where, padded, folder)
     if raw.get(SCORE) is None:
-        raise BadRow(f"{where}: no score: the row has {', '.join(raw)}; rm.rows=pairs reads chosen and rejected")
+        raise BadRow(f"{where}: no score: the row has {columns_of(raw)}; rm.rows=pairs reads chosen and rejected")
     _number(raw[SCORE], SCORE, where)
     return _scorable(row, where)
 
@@ -129,7 +129,8 @@ def _stepwise(
     """A prompt, the steps of an answer in `completions`, and whether each is right in `labels`."""
     steps, labels = raw.get(STEPS), raw.get(LABELS)
     if not isinstance(steps, list) or not steps or not all(isinstance(step, str) and step.strip() for step in steps):
-        raise BadRow(f"{where}: completions must be a list of texts, the steps of an answer; the row has {_names(raw)}")
+        text = "completions must be a list of texts, the steps of an answer"
+        raise BadRow(f"{where}: {text}; the row has {columns_of(raw)}")
     if not isinstance(labels, list) or not all(isinstance(label, bool) for label in labels):
         raise BadRow(f"{where}: labels must be a list of true or false, got {str(labels)[:40]}")
     if len(labels) != len(steps):
@@ -149,12 +150,8 @@ def _scorable(row: Row, where: str) -> Row:
 
 
 def _number(value: Any, name: str, where: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise BadRow(f"{where}: {name} must be a finite number, got {str(value)[:40]!r}")
-
-
-def _names(raw: dict[str, Any]) -> str:
-    return ", ".join(map(str, raw)) or "no columns"
+    if number(value) is None:
+        raise BadRow(f"{where}: {name} must be a finite number up to {LARGEST:g}, got {str(value)[:40]!r}")
 
 
 READERS: dict[str, Callable[..., Row]] = {"pairs": _pair, "scores": _scored, "steps": _stepwise}

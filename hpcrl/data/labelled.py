@@ -11,7 +11,7 @@ from hpcrl.config import DataConfig
 from hpcrl.data.files import BadRow
 from hpcrl.data.pair_forms import is_pair, spoken_prompt
 from hpcrl.data.pairs import parse_pair
-from hpcrl.data.rows import PROMPT_KEYS, RESPONSE_KEYS, Row, parse_row
+from hpcrl.data.rows import PROMPT_KEYS, RESPONSE_KEYS, Row, columns_of, parse_row
 
 
 def parse_labelled(
@@ -42,7 +42,7 @@ def _label(raw: dict[str, Any], config: DataConfig, where: str) -> bool:
     if value is None:
         raise BadRow(
             f"{where}: no {key}: a labelled row says whether its answer is good (data.label_key), and a pair has "
-            f"{config.chosen_key} and {config.rejected_key}; the row has {', '.join(map(str, raw)) or 'no columns'}"
+            f"{config.chosen_key} and {config.rejected_key}; the row has {columns_of(raw)}"
         )
     if isinstance(value, int) and value in (0, 1):  # true and false are 1 and 0
         return bool(value)

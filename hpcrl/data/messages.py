@@ -62,7 +62,7 @@ def read_messages(
     if isinstance(value, str):
         if not value.strip():
             raise BadRow(f"{where}: {key} is empty")
-        value = _listed(value) or [{"role": "user", "content": value}]
+        value = listed(value) or [{"role": "user", "content": value}]
     if value == []:
         raise BadRow(f"{where}: {key} is empty")
     if not isinstance(value, list):
@@ -98,7 +98,7 @@ def one_turn(text: str) -> dict[str, Any]:
     return {"role": "assistant", "content": text}
 
 
-def _listed(text: str) -> Messages | None:
+def listed(text: str) -> Messages | None:
     """The messages in a JSON text (ROLL), None for any other text."""
     found = _from_json(text) if text.lstrip().startswith("[") else None
     is_list = isinstance(found, list) and all(isinstance(m, dict) and ("role" in m or "from" in m) for m in found)

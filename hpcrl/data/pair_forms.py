@@ -4,7 +4,6 @@ texts with a common beginning (TRL), two responses with a preference (HelpSteer)
 from __future__ import annotations
 
 import itertools
-import math
 import re
 from typing import Any
 
@@ -19,6 +18,9 @@ PREFERENCES = ("overall_preference", "preference_strength")
 """Columns of HelpSteer: below 0 the first response is better, above 0 the second."""
 SCORES = (("score_chosen", "score_rejected"), ("chosen_score", "rejected_score"), ("chosen_rating", "rejected_rating"))
 """Columns with the scores of both parts: UltraFeedback binarized, OpenRLHF, Tulu 3."""
+
+LARGEST = 1e18
+"""Of a score or a margin: its square is finite in float32."""
 
 
 class UselessPair(BadRow):
@@ -76,9 +78,9 @@ def check_scores(raw: dict[str, Any], where: str) -> None:
 
 
 def number(value: Any) -> float | None:
-    """A finite number of a row; None for any other value."""
+    """A number of a row, at most LARGEST in size; None for any other value."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return float(value) if is_number and math.isfinite(value) else None
+    return float(value) if is_number and abs(value) <= LARGEST else None
 
 
 def spoken_dialogue(value: Any) -> Messages | None:

@@ -7,11 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from hpcrl.config import DataConfig
 from hpcrl.data.files import BadRow
-from hpcrl.data.messages import ImagePart, Messages, one_turn, read_messages
+from hpcrl.data.messages import ImagePart, Messages, listed, one_turn, read_messages
 from hpcrl.data.pair_forms import (
     UselessPair,
     check_scores,
@@ -20,7 +18,7 @@ from hpcrl.data.pair_forms import (
     spoken_prompt,
     with_parts,
 )
-from hpcrl.data.rows import PROMPT_KEYS, RESPONSE_KEYS, Row, learning_obstacle, parse_row
+from hpcrl.data.rows import PROMPT_KEYS, RESPONSE_KEYS, Row, columns_of, learning_obstacle, parse_row
 from hpcrl.spec.media import IMAGE_MARK
 
 COMPLETION = "completion"
@@ -94,7 +92,7 @@ def _part(value: Any, name: str, raw: dict[str, Any], config: DataConfig, where:
     """A part of a row; text is one turn of the assistant, or a whole dialogue."""
     if value is None:
         columns = f"{config.chosen_key} and {config.rejected_key} (data.chosen_key, data.rejected_key)"
-        raise BadRow(f"{where}: no {name}: a pair has the columns {columns}; the row has {', '.join(raw) or 'none'}")
+        raise BadRow(f"{where}: no {name}: a pair has the columns {columns}; the row has {columns_of(raw)}")
     if isinstance(value, str) and not value.strip():
         raise UselessPair(f"{where}: {name} is empty", "empty")
     value = spoken_dialogue(value) or value
@@ -104,12 +102,8 @@ def _part(value: Any, name: str, raw: dict[str, Any], config: DataConfig, where:
         messages = [one_turn(value)]
     if messages[-1]["role"] != "assistant":
         raise BadRow(f"{where}: {name} does not end with a message of the assistant")
-    given = value if isinstance(value, list) else msgspec.json.decode(value) if _is_list(value) else messages
+    given = value if isinstance(value, list) else (isinstance(value, str) and listed(value)) or messages
     return _Part(name, messages, given, images)
-
-
-def _is_list(value: Any) -> bool:
-    return isinstance(value, str) and value.lstrip().startswith("[")
 
 
 def _common(parts: list[_Part], where: str) -> int:

@@ -88,7 +88,7 @@ def parse_row(
     key, pictures = _first(raw, config.prompt_key, PROMPT_KEYS), image_column(raw)
     if key is None:
         looked = config.prompt_key or ", ".join(PROMPT_KEYS)
-        raise BadRow(f"{where}: no prompt: looked for {looked} (data.prompt_key); the row has {_columns(raw)}")
+        raise BadRow(f"{where}: no prompt: looked for {looked} (data.prompt_key); the row has {columns_of(raw)}")
     inside: list[ImagePart] = []
     messages = _with_context(read_messages(raw[key], where, key, padded, inside), raw, key, where)
     messages, turn = _split_turn(messages, raw, where, padded)
@@ -211,7 +211,7 @@ def _first(raw: dict[str, Any], chosen: str | None, known: tuple[str, ...]) -> s
 def _answer(raw: dict[str, Any], config: DataConfig, where: str) -> Any:
     key = _first(raw, config.answer_key, ANSWER_KEYS)
     if key is None and config.answer_key:
-        raise BadRow(f"{where}: no {config.answer_key} (data.answer_key); the row has {_columns(raw)}")
+        raise BadRow(f"{where}: no {config.answer_key} (data.answer_key); the row has {columns_of(raw)}")
     model = raw.get("reward_model")
     answer = raw[key] if key is not None else model.get("ground_truth") if isinstance(model, dict) else None
     if number := _no_number(answer):
@@ -240,8 +240,10 @@ def _domain(raw: dict[str, Any], config: DataConfig, where: str) -> str:
     return DEFAULT_DOMAIN
 
 
-def _columns(raw: dict[str, Any]) -> str:
-    return ", ".join(map(str, raw)) or "no keys"
+def columns_of(raw: Mapping[str, Any]) -> str:
+    """The names of a row's keys, those that are null apart."""
+    given, null = ([str(name) for name in raw if (raw[name] is None) == absent] for absent in (False, True))
+    return (", ".join(given) or "no keys") + (f" (null: {', '.join(null)})" if null else "")
 
 
 def sources(config: DataConfig, split: Split) -> list[DataSource]:

@@ -3,14 +3,17 @@ ranks wrote and that are not merged yet."""
 
 from __future__ import annotations
 
+import fcntl
 import io
 import logging
 import os
 import socket
+import time
 import zipfile
 import zlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
@@ -20,6 +23,9 @@ logger = logging.getLogger(__name__)
 
 INDEX = "index.npz"
 PART = "part_*.npz"
+LOCK = ".lock"
+LOCK_S = 60.0
+"""How long to wait for another run, whose merge reads and writes all values once."""
 CHUNK_BYTES = 64 << 20
 DAMAGED = (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error)
 """Errors of files that are missing, cut or changed."""
@@ -71,15 +77,35 @@ def write_part(folder: Path, step: int, writer: int, sequences: Sequence[int], v
 
 
 def merge(folder: Path) -> StoredLogprobs | None:
-    """Merge the parts of a folder into its values; called by one process. Damaged files are removed, so their sequences
-    are missing. None if nothing is stored."""
+    """Merge the parts of a folder into its values; called by one process of a run, while other runs may do the same.
+    Damaged files are removed, so their sequences are missing. None if nothing is stored. A folder without parts is only
+    read."""
+    if not any(folder.glob(PART)):
+        return _merge(folder, [])
+    with open(folder / LOCK, "ab") as file:
+        _lock(file)
+        return _merge(folder, sorted(folder.glob(PART)))
+
+
+def _lock(file: BinaryIO) -> None:
+    """Lock a file until it is closed. Without a lock after LOCK_S, or on a file system without locks, go on."""
+    deadline = time.monotonic() + LOCK_S
+    while time.monotonic() < deadline:
+        try:
+            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(0.1)
+        except OSError:
+            return
+
+
+def _merge(folder: Path, parts: Sequence[Path]) -> StoredLogprobs | None:
     try:
         old: StoredLogprobs | None = StoredLogprobs(folder, check=True)
     except ValueError as error:
         old = None
         if (folder / INDEX).exists():
             logger.warning("%s; computing them again", error)
-    parts = sorted(folder.glob(PART))
     if not parts:
         return old
     found: dict[int, np.ndarray] = {}

@@ -36,7 +36,8 @@ from hpcrl.launch.render import check_arguments, check_prologue
 from hpcrl.launch.resources import check_host_memory
 from hpcrl.launch.stored import check_rollouts
 from hpcrl.launch.vocabulary import check_embedding, check_vocabulary
-from hpcrl.models.shape import CannotPlanError
+from hpcrl.models.shape import CannotPlanError, decoder_keys
+from hpcrl.models.transformers_models import SCALAR_HEADS
 from hpcrl.planner.image_memory import with_row_tokens
 from hpcrl.planner.memory import check_sizes
 from hpcrl.planner.served import check_judge_sizes
@@ -164,7 +165,7 @@ def _check_imitation(
     from hpcrl.launch.data_summary import check_media, row_checks
 
     own = config.of_imitation()
-    rows, wrong = read_splits(own.data, own.seed, row_checks(own, template))
+    rows, wrong = read_splits(own.data, own.seed, row_checks(own, template), drop=own.data.unusable_rows == "drop")
     lines = [line.replace("data.train", "imitation.data") for line in [*wrong, *check_answers(rows)]]
     lines += [line.replace("data.train", "imitation.data") for line in check_media(own, rows, vision)]
     reading.add([Problem((), line, (("imitation",), ("data",))) for line in dict.fromkeys(lines)])
@@ -251,8 +252,22 @@ def _check_frozen(role: str, used: bool, reading: LoadedConfig, config: Config, 
         problems += check_trainable(own, found.config, key, whose)
     if found is not None and found.max_positions is not None:
         problems += check_length(config, found.max_positions, f"max_position_embeddings of {path}")
+    if found is not None and role == "teacher":
+        problems += _check_teacher(config.teacher, found)
     reading.add(problems)
     return config.model_copy(update={role: section.model_copy(update={"path": path})})
+
+
+def _check_teacher(teacher: TeacherConfig, found: ModelFolder) -> Iterator[Problem]:
+    """Why the model of a folder cannot judge tokens in the form of teacher.form."""
+    names = found.config.get("architectures")
+    if isinstance(names, list) and any(str(name).endswith(SCALAR_HEADS) for name in names):
+        text = f"{found.path} is of {names[0]}, whose head gives no probabilities of tokens; give a language model"
+        yield Problem(("teacher", "path"), f"teacher.path: {text}")
+    words = decoder_keys(found.config).get("vocab_size")
+    if teacher.form == "top_k" and isinstance(words, int) and teacher.top_k > words:
+        text = f"{teacher.top_k} exceeds vocab_size of {found.path} = {words}; use teacher.form=full, or at most that"
+        yield Problem(("teacher", "top_k"), f"teacher.top_k: {text}", (("teacher", "path"),))
 
 
 def _check_critic(reading: LoadedConfig, config: Config) -> Config:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,6 +50,8 @@ def _inspect(config: Any, resumes: bool) -> Iterator[Problem]:
     target, at = Path(config.generate.target).absolute(), ("generate", "target")
     if not target.parent.is_dir():
         yield Problem(at, f"generate.target: {target.parent} is no folder; make it, or name another file")
+    elif not os.access(target.parent, os.W_OK | os.X_OK):
+        yield Problem(at, f"generate.target: {target.parent} is not writable; name a file in another folder")
     elif target.is_dir():
         yield Problem(at, f"generate.target: {target} is a folder; name a file in it")
     elif not resumes and target.exists():

@@ -37,10 +37,10 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return AutoTokenizer.from_pretrained(folder)
 
 
-def imitation(tokenizer: Any, *words: str) -> tuple[Imitation, Called]:
+def imitation(tokenizer: Any, *words: str, model: Path | None = None) -> tuple[Imitation, Called]:
     layout = RoleLayout(MappingProxyType({"trainer": (0, 1), "generator": (0, 1), "reference": (), "critic": ()}), 2)
     config, called = load(["+experiment=demo", "cluster.device=cpu", *words]), Called()
-    return Imitation(called, layout, config, None, tokenizer), called  # type: ignore[arg-type]
+    return Imitation(called, layout, config, None, tokenizer, model), called  # type: ignore[arg-type]
 
 
 def handle(step: int) -> BatchHandle:
@@ -85,6 +85,30 @@ def test_a_checkpoint_knows_the_rows(tmp_path: Path, tokenizer: Any) -> None:
     write(data, ["a", "c"])
     with pytest.raises(ValueError, match=r"^imitation.data: .*rows.jsonl differs from the checkpoint"):
         imitation(tokenizer, f"imitation.data={data}")[0].load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("words", "num_rows", "tokens"),
+    [([], 1, 3), (["data.overlong_sequences=keep_start"], 2, 3 + 54), (["data.max_sequence_tokens=300"], 2, 203)],
+)
+def test_rows_beyond_the_context_are_skipped_or_cut(
+    tmp_path: Path, tokenizer: Any, words: list[str], num_rows: int, tokens: int
+) -> None:
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 64}')
+    data = write(tmp_path / "rows.jsonl", ["ab", "b" * 199])
+    mixing, _ = imitation(tokenizer, f"imitation.data={data}", "imitation.num_rows=2", *words, model=tmp_path)
+    stats = mixing.mix(handle(1))
+    assert stats["imitation/rows"].total == num_rows and stats["imitation/skipped"].total == 2 - num_rows
+    assert stats["imitation/tokens"].total == tokens
+
+
+def test_unusable_rows_are_left_out(tmp_path: Path, tokenizer: Any) -> None:
+    data = write(tmp_path / "rows.jsonl", ["a", " ", "c"])
+    words = [f"imitation.data={data}", "imitation.num_rows=2"]
+    with pytest.raises(ValueError, match=r"rows.jsonl:2: the answer to learn from is empty"):
+        imitation(tokenizer, *words)
+    mixing, _ = imitation(tokenizer, *words, "data.unusable_rows=drop")
+    assert mixing.mix(handle(1))["imitation/rows"].total == 2
 
 
 def test_without_rows_nothing_is_done(tokenizer: Any) -> None:

@@ -93,10 +93,12 @@ def test_rows_are_computed_once_before_the_first_step(tmp_path: Path, model: Pat
     stored = StoredLogprobs(reference.folder, check=True)
     counts = {int(n): stored.values(int(n)).tolist() for n in stored.sequences}
     assert counts == {n: [] if n == 1 else [n] * 2 for n in range(NUM_ROWS)}, "answer and end; the long row is skipped"
+    written = {path: path.stat().st_mtime_ns for path in reference.folder.iterdir()}
     for first_step in (0, 5):
         again, ranks, _ = cached(tmp_path, model, *words)
         list(again.fill(first_step))
         assert ranks.kinds() == ["ReleaseReference"], "also at a resume"
+        assert written == {path: path.stat().st_mtime_ns for path in reference.folder.iterdir()}, "only read"
     batch: Any = BatchHandle(3, 3, {}, [], {})
     again.logprobs(batch, "ref_logprobs")
     assert ranks.kinds() == ["ReadLogprobs"]

@@ -206,6 +206,16 @@ def test_other_ties_and_scores_that_are_no_numbers(write_jsonl: Any) -> None:
     raw = FORMS["OpenRLHF"][0]
     for scores in ({"chosen_score": None}, {"chosen_score": "1", "rejected_score": "1"}, {"chosen_score": True}):
         assert only_row(write_jsonl("a.jsonl", raw | scores)).rejected is not None
+    for size in (1e30, 10**400):
+        large = FORMS["HelpSteer3"][0] | {"overall_preference": size}
+        assert "overall_preference must be a number" in problem_of(write_jsonl("a.jsonl", large))
+
+
+@pytest.mark.parametrize("answer", ["[sighs] four", "[", "[1, 2]", '["role"]', "[" * 100_000])
+def test_an_answer_that_begins_with_a_bracket_is_text(write_jsonl: Any, answer: str) -> None:
+    row = only_row(write_jsonl("a.jsonl", {"prompt": "2+2?", "chosen": answer, "rejected": "[five]"}))
+    assert row.turn == {"role": "assistant", "content": answer}
+    assert row.rejected is not None and row.rejected.turn == {"role": "assistant", "content": "[five]"}
 
 
 @pytest.mark.parametrize(

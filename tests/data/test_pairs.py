@@ -110,7 +110,11 @@ def test_the_template_may_rewrite_a_prompt_but_not_a_trained_turn(tokenizer: Any
             {"prompt": "a", "rejected": "b"},
             "no chosen: a pair has the columns chosen and rejected (data.chosen_key, data.rejected_key); the row has",
         ),
-        ({"prompt": "a", "chosen": "b", "rejected": None}, "no rejected: a pair"),
+        (
+            {"prompt": "a", "chosen": "b", "rejected": None},
+            "no rejected: a pair has the columns chosen and rejected (data.chosen_key, data.rejected_key); the row has "
+            "prompt, chosen (null: rejected)",
+        ),
         (
             {"chosen": "b", "rejected": "c"},
             "no prompt: chosen and rejected have only answers, and the row has none of prompt, ",

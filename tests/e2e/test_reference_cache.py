@@ -41,7 +41,7 @@ def test_stored_log_probs_equal_those_of_each_step_and_serve_later_runs(
     (folder,) = (tmp_path / "cache").iterdir()
     (values,) = folder.glob("values_*")
     assert not list(folder.glob("part_*")) and sorted(path.name for path in folder.iterdir()) == sorted(
-        ["facts.json", "index.npz", values.name]
+        [".lock", "facts.json", "index.npz", values.name]
     )
     # A later run, on other ranks, reads them.
     written = values.stat().st_mtime_ns

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from pathlib import Path
 
@@ -58,7 +59,6 @@ def test_the_plan_names_the_work_and_the_prompts(tmp_path: Path, rows: str) -> N
         (["generate.min_score=0.5"], "domain a has no reward, and generate.min_score=0.5 compares scores; set"),
         (["generate.keep=1"], "rows.jsonl:2: domain b has no reward, and generate.keep=1 compares scores"),
         (["generate.form=pairs", "generate.samples=2"], "has no reward, and generate.form=pairs compares scores"),
-        (["reward.a.name=repetition"], "domain 'b' has no reward: set reward.b.name or reward.default.name"),
         (["reward.default.name=exact_match"], "no answer (looked for answer"),
         (
             ["reward.default.name=exact_match", "generate.min_score=2"],
@@ -83,6 +83,13 @@ def test_bad_input_is_refused_in_one_line(
     (tmp_path / "taken.jsonl").write_text("")
     assert line in refused(tmp_path, rows, *words)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_target_that_cannot_be_written_is_refused(tmp_path: Path, rows: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder := tmp_path / "locked").mkdir()
+    monkeypatch.setattr(os, "access", lambda path, mode: path != folder)  # a test of root may write anywhere
+    line = refused(tmp_path, rows, f"generate.target={folder}/x.jsonl")
+    assert f"generate.target: {folder} is not writable; name a file in another folder" in line
 
 
 def test_stored_prompts_count_as_progress_and_are_shown(tmp_path: Path) -> None:

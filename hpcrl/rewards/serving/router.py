@@ -61,9 +61,13 @@ class Router:
         found = self._sections.get(domain, self._sections.get(DEFAULT))
         if found is None:
             there = ", ".join(self._sections) or "none"
-            keys = " or ".join(dict.fromkeys((f"reward.{domain}.name", "reward.default.name")))
-            raise ValueError(f"domain {domain!r} has no reward: set {keys} (there are: {there})")
+            raise ValueError(f"domain {domain!r} has no reward: set {_keys(domain)} (there are: {there})")
         return found
+
+
+def _keys(domain: str) -> str:
+    """The keys that set a domain's reward."""
+    return " or ".join(dict.fromkeys((f"reward.{domain}.name", "reward.default.name")))
 
 
 def _drawn(config: Config) -> dict[str, RewardConfig]:
@@ -155,8 +159,8 @@ def _check_domains(config: Config, router: Router, rows: Mapping[Split, RowSet])
         if name == UNSCORED and key:
             count, where = found.rows_of(domain)
             problems.append(
-                f"{where}: domain {domain} has no reward, and {key} compares scores; set reward.{domain}.name or "
-                f"reward.default.name, or leave it out; data.{split} has {_rows(count)} of this domain"
+                f"{where}: domain {domain} has no reward, and {key} compares scores; set {_keys(domain)}, or leave it "
+                f"out; data.{split} has {_rows(count)} of this domain"
             )
         if domain in found.unanswered and REWARDS[name].compares_answer:
             count, where = found.unanswered[domain]
