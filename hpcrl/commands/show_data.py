@@ -56,12 +56,14 @@ LABEL = 12
 
 @dataclass(frozen=True)
 class Reading:
-    """How rows are read: the keys of `data`, the seed, the kind of the rows of data.train, and the model's folder."""
+    """How rows are read: the keys of `data`, the seed, the kind of the rows of data.train, the model's folder, and the
+    longest sequence if the pipeline has a key of its own for it."""
 
     config: DataConfig
     seed: int
     kind: RowKind
     model: str | None
+    own_limit: LengthLimit | None = None
 
     @functools.cached_property
     def template(self) -> Any:
@@ -166,7 +168,19 @@ def _reading(given: Sequence[str], val: Sequence[str], file: str | None) -> Read
     pipeline = composition.data.get("pipeline")
     seed = int(composition.data.get("seed", 0))
     kind = _kind_of(composition.data) if pipeline else _kind_of_first_row(config, seed)
-    return Reading(config, seed, kind, model)
+    return Reading(config, seed, kind, model, _own_limit(composition.data) if pipeline else None)
+
+
+def _own_limit(data: Mapping[str, Any]) -> LengthLimit | None:
+    """The limit of a pipeline that trains a head, whose values _kind_of has checked."""
+    pipeline = str(data["pipeline"])
+    spec = PIPELINES[pipeline]
+    if not spec.trains_head or spec.section is None:
+        return None
+    name = section_name(pipeline, spec)
+    section: Any = spec.section.model_validate(data.get(name) or {})
+    most = section.max_tokens
+    return LengthLimit(most, f"{name}.max_tokens={most}")
 
 
 def _kind_of(data: Mapping[str, Any]) -> RowKind:
@@ -246,9 +260,12 @@ def _parts(reading: Reading, one: Survey) -> Iterator[str]:
                 name, f"{_spread(lengths)} {'tokens' if reading.model else 'characters'}, of {_rows(len(lengths))}"
             )
     if reading.model and whole:
-        limit = LengthLimit.of(reading.config, Path(reading.model))
+        limit = reading.own_limit or LengthLimit.of(reading.config, Path(reading.model))
         over = sum(length > limit.max_tokens for length in whole) if limit.max_tokens is not None else 0
-        done = f", data.overlong_sequences={reading.config.overlong_sequences}" if over else ""
+        rule = (
+            "which are skipped" if reading.own_limit else f"data.overlong_sequences={reading.config.overlong_sequences}"
+        )
+        done = f", {rule}" if over else ""
         yield _line("sequences", f"{_spread(whole)} tokens; {over} above {limit.key}{done}")
     count, pair = one.twins
     yield _line("repeated", f"{count} of {_rows(usable)} equal an earlier one{_example(pair)}" if count else "none")

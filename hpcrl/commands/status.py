@@ -31,7 +31,7 @@ from hpcrl.metrics.duration import duration
 from hpcrl.metrics.evaluated import SUMMARY, scores_in_short
 from hpcrl.metrics.generated import count_done
 from hpcrl.metrics.log import METRICS, read_metrics
-from hpcrl.metrics.progress import RECENT_STEPS, SHOWN, evaluations_left
+from hpcrl.metrics.progress import RECENT_STEPS, SHOWN, TRAINED, evaluations_left
 from hpcrl.metrics.responses import count_responses
 from hpcrl.node.preflight import read_judgement, read_reports
 from hpcrl.run_folder import (
@@ -200,13 +200,13 @@ def line(run_dir: Path, job: slurm.Job | None, now: float) -> str:
     if pipeline is not None and not pipeline.trains:
         done = _scores(run_dir) or [f"{count_responses(run_dir)} responses"]
         return "  ".join((f"{label:<24}{word:<10}", *done))
-    reward = [f"{name} {form.format(found[1])}" for metric, name, form in SHOWN[:2] if (found := run.newest(metric))]
+    values = [f"{name} {form.format(found[1])}" for metric, name, form in TRAINED if (found := run.newest(metric))]
     left = run.seconds_left()
     eta = [f"ETA {duration(left)}"] if _runs(run, job) and left is not None else []
     finished = run.finished
     why = finished["reason"].partition(": ")[2] if finished and finished["step"] < finished["max_steps"] else ""
     early = [f"ended early: {why}"] if why else []
-    return "  ".join((f"{label:<24}{word:<12}step {run.step}/{run.steps}", *reward, *eta, *early))
+    return "  ".join((f"{label:<24}{word:<12}step {run.step}/{run.steps}", *values, *eta, *early))
 
 
 def state(run: RunFolder, job: slurm.Job | None) -> str:

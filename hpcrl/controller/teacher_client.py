@@ -28,8 +28,7 @@ def widths_of(config: Config) -> dict[str, int]:
 
 
 class Teacher:
-    """The teacher ranks, with the model in teacher.path. Does nothing if neither algorithm nor pipeline has a
-    teacher."""
+    """The teacher ranks, with the model in teacher.path. Does nothing if the run has no teacher."""
 
     def __init__(self, controller: Controller, layout: RoleLayout, config: Config):
         self._controller, self._config = controller, config

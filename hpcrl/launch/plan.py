@@ -92,7 +92,7 @@ def describe(config: Config, layout: RoleLayout, model: ModelFolder | None, run:
 def _inputs(
     config: Config, layout: RoleLayout, model: ModelFolder | None, shape: ModelShape | None, shown: ShownRows
 ) -> Iterator[tuple[str, str]]:
-    yield "model", _model(config, model, shape)
+    yield "model", _model(config, model, shape, bool(layout.replicas))
     yield from (("", f"note: {note}") for note in (model.notes if model is not None else ()))
     held = model.config.get("dtype", model.config.get("torch_dtype")) if model is not None else None
     if held == "bfloat16" != config.model.dtype and config.pipeline_spec.trains:
@@ -198,11 +198,26 @@ def _kind(run: RunState) -> str:
 def _work(config: Config) -> str:
     if config.pipeline_spec.work is not None:
         return config.pipeline_spec.work(config)
-    what = f"{config.pipeline}, {_algorithm(config)}" if config.learns_from_rewards else config.pipeline
+    what = ", ".join((config.pipeline, *_methods(config)))
     save = f"checkpoint every {config.save_every}" if config.save_every else "checkpoint at the end"
     validates = config.evaluates or config.validates_rows
     evaluate = f"evaluation every {config.eval_every}" if validates else "no evaluation"
     return f"{what}, {config.max_steps} steps, {evaluate}, {save}{', deterministic' if config.deterministic else ''}"
+
+
+def _methods(config: Config) -> Iterator[str]:
+    """What the run learns by: its pipeline's own words, the algorithm if a domain has the policy loss, the teacher."""
+    yield from config.pipeline_spec.methods(config)
+    if not config.learns_from_rewards:
+        return
+    weights = config.loss.values()
+    if not weights or any(each.policy for each in weights):
+        yield _algorithm(config)
+    if config.uses_teacher:
+        own = config.teacher
+        beta = "" if own.form == "sampled" else f", beta {own.beta:g}"
+        tokens = f", {own.top_k} tokens" if own.form == "top_k" else ""
+        yield f"teacher ({own.form}{tokens}{beta})"
 
 
 def _algorithm(config: Config) -> str:
@@ -234,7 +249,7 @@ def _debug(config: Config) -> str:
     }[config.debug]
 
 
-def _model(config: Config, model: ModelFolder | None, shape: ModelShape | None) -> str:
+def _model(config: Config, model: ModelFolder | None, shape: ModelShape | None, generates: bool) -> str:
     count = f"{_count(shape.num_parameters)} parameters" if shape is not None else "parameters not counted"
     if shape is not None and shape.num_active < shape.num_parameters:
         count += f", {_count(shape.num_active)} active"
@@ -245,9 +260,9 @@ def _model(config: Config, model: ModelFolder | None, shape: ModelShape | None) 
         tiny = config.model.tiny
         return (
             f"tiny {tiny.architecture} ({tiny.num_layers} layers, hidden {tiny.hidden_size}, {count}), "
-            f"random weights, created in the run folder, {_types(config)}"
+            f"random weights, created in the run folder, {_types(config, generates)}"
         )
-    return f"{model.path} ({model.model_type}, {count}), {_types(config)}"
+    return f"{model.path} ({model.model_type}, {count}), {_types(config, generates)}"
 
 
 def _ranks(lora: LoRAConfig) -> str:
@@ -255,12 +270,14 @@ def _ranks(lora: LoRAConfig) -> str:
     return f"{ranks[0]} to {ranks[-1]}" if len(ranks) > 1 else str(ranks[0])
 
 
-def _types(config: Config) -> str:
+def _types(config: Config, generates: bool) -> str:
     """The number types of trainer and generator."""
     held, computed, generated = config.model.dtype, config.trainer.param_dtype, config.generator.dtype
-    if held == computed == generated or not config.pipeline_spec.trains:
+    if not config.pipeline_spec.trains:
         return generated
-    return f"trained in {computed}, kept in {held}, generated in {generated}"
+    if held == computed and (held == generated or not generates):
+        return held
+    return f"trained in {computed}, kept in {held}{f', generated in {generated}' if generates else ''}"
 
 
 def _missing_files(config: Config) -> list[str]:
@@ -296,9 +313,11 @@ def _batch(config: Config, layout: RoleLayout) -> str:
     if division.is_split:
         trainers += f" in {len(division.groups)} data-parallel group(s)"
     if (batch_size := config.pipeline_spec.batch_size) is not None:
-        most = config.data.max_sequence_tokens
+        most, overlong = config.data.max_sequence_tokens, config.data.overlong_sequences
+        if config.trains_head:
+            most, overlong = config.head_training.max_tokens, "drop"
         limit = "the model's context" if most is None else f"{most} tokens"
-        longer = LONGER[config.data.overlong_sequences]
+        longer = LONGER[overlong]
         return f"{batch_size(config)} rows a step over {trainers}, of up to {limit}; longer ones {longer}"
     rollout, algorithm = config.rollout, config.algorithm
     samples, updates = rollout.num_prompts * rollout.group_size, algorithm.num_mini_batches * algorithm.ppo_epochs

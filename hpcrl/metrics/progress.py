@@ -30,12 +30,15 @@ SHOWN = (
     ("rm/accuracy", "accuracy", "{:.3f}"),
     ("loss", "loss", "{:.4f}"),
     ("rewards/accuracies", "accuracy", "{:.3f}"),
+    ("rewards/margins", "margin", "{:.3f}"),
     ("val/rewards/accuracies", "held out", "{:.3f}"),
     ("val/score/mean", "validation", "{:.3f}"),
     ("val/accuracy", "held out", "{:.3f}"),
     ("system/tps", "tokens/s", "{:,.0f}"),
 )
 """Metric, its label and format; metrics not measured yet are omitted, the last evaluation stays visible."""
+TRAINED = tuple(shown for shown in SHOWN[:-1] if not shown[0].startswith("val/"))
+"""Those of SHOWN that a training step has, without the speed."""
 SUMMARISED = (*SHOWN[:-1], ("val/sampled/score/mean", "sampled", "{:.3f}"))
 REFRESHES_PER_S = 4  # updates of the bar; each costs the controller half a millisecond
 

@@ -27,6 +27,9 @@ def _unread(config: Any) -> Iterator[tuple[Path, Path, str]]:
     own: DPOConfig = config.section(DPOConfig)
     for key in own.unread():
         yield ("dpo", key), ("dpo", "loss"), f"dpo.loss is {own.loss}"
+    if not own.uses_reference:
+        key, value = ("loss", own.loss) if not own.spec.reference else ("reference_free", "true")
+        yield ("reference",), ("dpo", key), f"with dpo.{key}={value} there is no reference"
     if config.data.val is None:
         yield ("dpo", "validation"), ("data", "val"), "data.val is null"
     if config.validates_rows:
@@ -38,12 +41,21 @@ def _unread(config: Any) -> Iterator[tuple[Path, Path, str]]:
             yield (section,), cause, why
 
 
+def _methods(config: Any) -> Iterator[str]:
+    own: DPOConfig = config.section(DPOConfig)
+    yield f"loss {own.loss}"
+    yield f"beta {own.scale:g}"
+    if own.sft_scale:
+        yield f"sft_weight {own.sft_scale:g}"
+
+
 SPEC = PipelineSpec(
     about="Training on pairs of answers: DPO, IPO, SimPO, ORPO, CPO, KTO.",
     make="hpcrl.pipelines.dpo:dpo",
     section=DPOConfig,
     check=_check,
     unread=_unread,
+    methods=_methods,
     learns_from_rewards=False,
     rows=lambda config: "labelled" if config.section(DPOConfig).spec.labelled else "pairs",
     objective="hpcrl.algorithms.pairs.objective:make_objective",

@@ -65,6 +65,7 @@ SPEC = PipelineSpec(
     batch_size=lambda config: config.rm.batch_size,
     validates_rows=lambda config: True,
     unread=_unread,
+    methods=lambda config: (f"on {config.rm.rows}",),
     trains_head=True,
 )
 

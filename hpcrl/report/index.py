@@ -30,7 +30,7 @@ def entry(run: RunFiles, address: str) -> IndexEntry:
     newest = run.newest_rows
     step = f"{newest[-1]['step']}/{run.key('max_steps', '?')}" if newest else ""
     found = []
-    for metric, word, form in SHOWN[:3]:
+    for metric, word, form in SHOWN[:-1]:
         value = next((row[metric] for row in reversed(newest) if isinstance(row.get(metric), float)), None)
         found += [f"{word} {form.format(value)}"] if value is not None else []
     return IndexEntry(address, run.name, run.state, step, ", ".join(found or scores(run)))

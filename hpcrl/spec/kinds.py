@@ -129,6 +129,8 @@ class PipelineSpec(Spec):
     """Its defaults for the keys of the section loss (hpcrl.config.loss_weights) that differ from the section's."""
     work: Callable[[Any], str] | None = None
     """The plan's description of a pipeline without steps."""
+    methods: Callable[[Any], Iterable[str]] = lambda config: ()
+    """What it learns by, in the plan's words, in addition to an algorithm and a teacher."""
 
     def row_kind(self, config: Any) -> RowKind:
         """What the rows of this configuration have."""
