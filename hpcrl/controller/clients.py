@@ -94,11 +94,11 @@ class Trainer:
 
     def loss_stats(self, batch: BatchHandle) -> Stats:
         """The statistics of a batch's loss with the present weights, without a step. The fields that the loss reads
-        must be filled, apart from old_logprobs."""
-        field, coefficients = "old_logprobs", self._algorithm.coefficients | batch.coefficients
-        fill_logprobs(self._controller, self._config, "trainer", self._division, batch, batch.rows, field)
-        ask = messages.LossStats(batch.id, *batch.norms(batch.samples), coefficients)
-        return answers_stats(self._controller.call(dict.fromkeys(self.ranks, ask)).values())
+        must be filled."""
+        plan = batch.plan(batch.rows, batch.samples, self._config.trainer.max_tokens_per_micro_batch)
+        given = *batch.norms(batch.samples), self._algorithm.coefficients | batch.coefficients
+        commands = {rank: messages.LossStats(batch.id, plan[rank], *given) for rank in batch.rows}
+        return answers_stats(self._controller.call(self._division.replicate(commands)).values())
 
     def state_dict(self) -> dict[str, Any]:
         """The algorithm's adaptive coefficients; JSON-able."""
@@ -107,13 +107,6 @@ class Trainer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state; checkpoints of earlier versions have none."""
         self._algorithm.take(state.get("algorithm", {}))
-
-    def score_rows(self, batch: BatchHandle) -> Stats:
-        """The loss statistics of a batch, which is not trained on."""
-        plan = batch.plan(batch.rows, batch.samples, self._config.trainer.max_tokens_per_micro_batch)
-        norms = batch.norms(batch.samples)
-        commands = {rank: messages.ScoreRows(batch.id, plan[rank], *norms) for rank in batch.rows}
-        return answers_stats(self._controller.call(self._division.replicate(commands)).values())
 
     def load_rows(
         self,

@@ -19,7 +19,7 @@ class HeldOutRows:
         """The statistics under val/ in place of the objective's prefix, such as val/accuracy. Between two steps."""
         start, batch = time.perf_counter(), self._rows.held_out(step)
         assert batch is not None, "built only for a run that validates rows"
-        stats = {f"val/{name.partition('/')[2]}": stat for name, stat in self._trainer.score_rows(batch).items()}
+        stats = {f"val/{name.partition('/')[2]}": stat for name, stat in self._trainer.loss_stats(batch).items()}
         self._trainer.drop(batch)
         skipped = {"val/rows_skipped": scalar(self._rows.num_skipped("val"))}
         return merge([stats, skipped, timed("time/val_step", start)])

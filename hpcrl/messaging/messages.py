@@ -318,20 +318,11 @@ class TrainStep(Message):
     coefficients: dict[str, float] = {}
 
 
-class ScoreRows(Message):
-    """Compute the loss statistics of these rows of the batch, without training on them; norms as in TrainStep."""
+class LossStats(Message):
+    """Statistics of the loss of these rows of the batch, without a step. The fields are as in TrainStep."""
 
     batch: int
     micro_batches: list[list[int]]
-    tokens: float
-    sequences: float
-
-
-class LossStats(Message):
-    """Statistics of the loss of the whole batch, whose old_logprobs are the policy's, without a step. The other fields
-    are as in TrainStep."""
-
-    batch: int
     tokens: float
     sequences: float
     coefficients: dict[str, float] = {}
@@ -467,7 +458,6 @@ Command = (
     | Advantages
     | BroadcastBatch
     | TrainStep
-    | ScoreRows
     | LossStats
     | TrainCritic
     | DropBatch

@@ -31,7 +31,6 @@ ACTIVITIES = {
     "TrainStep": "training",
     "LossStats": "validation",
     "TrainCritic": "training the critic",
-    "ScoreRows": "validation",
     "UpdateWeights": "weight updates",
     **dict.fromkeys(("LoadReference", "ReleaseReference"), "updates of the reference"),
     "rollouts": "rollouts",

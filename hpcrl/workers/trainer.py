@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hpcrl.algorithms.factory import make_algorithm
-from hpcrl.algorithms.interface import AdvantageEstimator, Outputs, RewardTable, required
+from hpcrl.algorithms.interface import AdvantageEstimator, Outputs, RewardTable
 from hpcrl.algorithms.metrics import advantage_stats, batch_stats, domain_stats
 from hpcrl.algorithms.token_losses import fill_weights
 from hpcrl.comm.data_parallel import DataParallel
@@ -45,14 +45,13 @@ from hpcrl.messaging.messages import (
     MixRows,
     ReadLogprobs,
     ReleaseReference,
-    ScoreRows,
     StoreLogprobs,
     TrainStep,
     WriteRollouts,
 )
 from hpcrl.metrics.stats import Stats
 from hpcrl.models.families import vision_of
-from hpcrl.rollout.batch import Batch, Norms, batch_from_samples, group_ids
+from hpcrl.rollout.batch import Batch, MicroBatches, Norms, batch_from_samples, group_ids
 from hpcrl.rollout.pictures import joined, split
 from hpcrl.rollout.store import RolloutReader, write_rollouts
 from hpcrl.rollout.types import FinishReason, Sample
@@ -205,7 +204,6 @@ class TrainerRole(EngineRole):
         return super().handlers() | {
             Advantages: self._advantages,
             TrainStep: self._train_step,
-            ScoreRows: self._score_rows,
             MixRows: self._mix_rows,
             LossStats: self._loss_stats,
             WriteRollouts: self._write_rollouts,
@@ -266,15 +264,6 @@ class TrainerRole(EngineRole):
         )
         return Done(seq, stats=stats if self._ranks.holds_outputs else {})
 
-    @torch.no_grad()
-    def _score_rows(self, command: ScoreRows, seq: int) -> Done:
-        batch, engine = self._worker.batches[command.batch], self.engine
-        assert isinstance(engine, ValueEngine), "the pipeline trains a head"
-        values = self._ranks.outputs(engine.values(batch, command.micro_batches), batch.num_tokens)
-        outputs, norms = Outputs(torch.zeros_like(values), values=values), Norms(command.tokens, command.sequences)
-        _, stats = self._algorithm.objective.loss(outputs, batch, norms)
-        return Done(seq, stats=stats if self._ranks.is_head else {})
-
     def _mix_rows(self, command: MixRows, seq: int) -> Done:
         config, batches = self._worker.config, self._worker.batches
         if "imitation" not in self._rows:
@@ -284,14 +273,24 @@ class TrainerRole(EngineRole):
         batches[command.batch] = with_answers(batches[command.batch], answers, config.imitation.ce)
         return Done(seq)
 
+    @torch.no_grad()
     def _loss_stats(self, command: LossStats, seq: int) -> Done:
         batch, objective = self._worker.batches[command.batch], self._algorithm.objective
+        outputs = self._outputs(batch, command.micro_batches)
         if not self._ranks.is_head or not batch.num_sequences:
             return Done(seq)
         self._algorithm.take(command.coefficients)
-        outputs = Outputs(required(batch, "old_logprobs", "a loss without a step"))
         _, stats = objective.loss(outputs, batch, Norms(command.tokens, command.sequences))
         return Done(seq, stats=stats)
+
+    def _outputs(self, batch: Batch, micro_batches: MicroBatches) -> Outputs:
+        """The values of a model with a head, the log-probs of any other."""
+        if not self._worker.config.trains_head:
+            logprobs = self.engine.logprobs(batch, micro_batches, self._algorithm.objective.temperature)
+            return Outputs(self._ranks.outputs(logprobs, batch.num_tokens))
+        assert isinstance(self.engine, ValueEngine), "the pipeline trains a head"
+        values = self._ranks.outputs(self.engine.values(batch, micro_batches), batch.num_tokens)
+        return Outputs(torch.zeros_like(values), values=values)
 
     def _write_rollouts(self, command: WriteRollouts, seq: int) -> Done:
         batch = without_answers(self._worker.batches[command.batch])

@@ -6,9 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 
+from hpcrl.config import load
+from hpcrl.data.answers import sft_rows
 from hpcrl.metrics.generated import count_done, work_file
-from hpcrl.metrics.log import read_metrics
 from hpcrl.system.exit_codes import ExitCode
 from tests.e2e.program import Start
 
@@ -17,18 +19,18 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 SMALL = ["layout=single", "data.max_prompt_tokens=32", "cluster.device=cpu"]
 
 
-def test_a_killed_generation_ends_with_the_same_rows_and_sft_trains_on_them(
+def test_a_killed_generation_ends_with_the_same_rows_which_sft_reads(
     tmp_path: Path, digit_model: Path, digit_data: Path
 ) -> None:
-    """SIGKILL with a torn last line; 16 parts of 4 prompts, in environments of two turns; two steps on the rows."""
+    """SIGKILL with a torn last line; 16 parts of 4 prompts, in environments of two turns."""
     words = ["pipeline=generate", f"model.path={digit_model}", f"data.train={digit_data}", *SMALL]
-    words += ["rollout.max_new_tokens=3", "generator.max_num_seqs=4", "generate.samples=8", "generate.min_score=0.5"]
+    words += ["rollout.max_new_tokens=3", "generator.max_num_seqs=4", "generate.samples=4", "generate.min_score=0.5"]
     words += ["env.default.name=scripted", "env.default.add_reward=true", "reward.default.name=exact_match"]
     whole = Start(tmp_path / "a", [*words, f"generate.target={tmp_path / 'a.jsonl'}"])
     assert whole.wait() == ExitCode.DONE, whole.text
     assert "64 of 64 prompts" in whole.text and "dropped" in whole.text
     rows = [json.loads(line) for line in (tmp_path / "a.jsonl").read_bytes().splitlines()]
-    assert 0 < len(rows) < 8 * 64 and {row["tag"] for row in rows} == {"default"}
+    assert 0 < len(rows) < 4 * 64 and {row["tag"] for row in rows} == {"default"}
     for row in rows:
         assert [message["role"] for message in row["messages"]] == ["user", "assistant", "user", "assistant"]
         assert row["score"] >= 0.5 and "weight" not in row["messages"][1]
@@ -48,8 +50,10 @@ def test_a_killed_generation_ends_with_the_same_rows_and_sft_trains_on_them(
     told = [json.loads((folder / "generation.json").read_bytes())["counts"] for folder in (tmp_path / "a", run)]
     assert told[0] == told[1] and told[0]["rows"] == len(rows)
 
-    words = ["pipeline=sft", f"model.path={digit_model}", f"data.train={target}", *SMALL, "max_steps=2"]
-    sft = Start(tmp_path / "sft", [*words, "sft.batch_size=16", "trainer.lr=1e-3"])
-    assert sft.wait() == ExitCode.DONE, sft.text
-    losses = [row["sft/loss"] for row in read_metrics(tmp_path / "sft") if row["step"]]
-    assert len(losses) == 2 and all(0 < loss < 2 for loss in losses), "the model's own words are likely to it"
+    data = load(["pipeline=sft", f"data.train={target}", "data.max_prompt_tokens=32"]).data
+    tokenizer = AutoTokenizer.from_pretrained(digit_model)
+    trained = sft_rows(data, "train", tokenizer)
+    (sequence,) = trained.sequences(0)
+    text = tokenizer.decode([token for token, own in zip(sequence.token_ids, sequence.loss_mask, strict=True) if own])
+    answers = [message["content"] for message in rows[0]["messages"] if message["role"] == "assistant"]
+    assert len(answers) == 2 and all(answer in text for answer in answers)
