@@ -31,7 +31,10 @@ class Imitation:
         model: Path | None = None,
     ):
         self._controller, self._division = controller, layout.division("trainer")
-        self._rows = AnswerRows(trainer, config.of_imitation(), tokenizer, model) if config.imitates else None
+        self._rows: AnswerRows | None = None
+        if config.imitates:
+            own = config.of_imitation()
+            self._rows = AnswerRows(trainer, own, tokenizer, model, source="imitation.data", metrics="imitation")
 
     def mix(self, batch: BatchHandle) -> Stats:
         """Add the step's rows to the batch on the trainer ranks, divided over its mini-batches; without imitation.data
@@ -51,7 +54,7 @@ class Imitation:
         return {
             "imitation/rows": scalar(len(sizes)),
             "imitation/tokens": scalar(sum(size.model for size in sizes.values())),
-            "imitation/skipped": self._rows.stats["rows/skipped"],
+            **{name: value for name, value in self._rows.stats.items() if not name.startswith("_")},
         }
 
     def state_dict(self) -> dict[str, Any]:

@@ -34,11 +34,22 @@ class AnswerRows:
 
     Args:
         model: The model's folder, whose context limits the rows.
+        source: The key of the rows, for messages.
+        metrics: The first part of the names of `stats`.
     """
 
-    def __init__(self, trainer: Trainer, config: Config, tokenizer: Any, model: Path | None = None):
+    def __init__(
+        self,
+        trainer: Trainer,
+        config: Config,
+        tokenizer: Any,
+        model: Path | None = None,
+        source: str = "data.train",
+        metrics: str = "rows",
+    ):
         assert config.pipeline_spec.batch_size is not None, "a pipeline without prompts has rows"
         self._trainer, self._batch_size = trainer, config.pipeline_spec.batch_size(config)
+        self._metrics = metrics
         self._rows = rows = _rows_of(config, "train", tokenizer, model)
         self._order = functools.lru_cache(2)(lambda epoch: epoch_order(config.seed, "sft", epoch, len(rows)))
         self._held_out = _rows_of(config, "val", tokenizer, model) if config.validates_rows else None
@@ -47,7 +58,7 @@ class AnswerRows:
         self._cut: set[tuple[str, int]] = set()
         self.stats: Stats = {}
         if rows.num_left_out:
-            logger.warning("%d rows of data.train are left out (data.unusable_rows=drop)", rows.num_left_out)
+            logger.warning("%d rows of %s are left out (data.unusable_rows=drop)", rows.num_left_out, source)
         for problem in rows.left_out:
             logger.warning("left out: %s", problem)
 
@@ -85,9 +96,9 @@ class AnswerRows:
         self.stats = {
             "_tokens": scalar(sum(size.total for size in sizes.values())),
             "_samples": scalar(len(sizes)),
-            "rows/skipped": scalar(len(drawn) - num_used),
-            "rows/too_long": scalar(num_long),
-            "rows/cut": scalar(num_cut),
+            f"{self._metrics}/skipped": scalar(len(drawn) - num_used),
+            f"{self._metrics}/too_long": scalar(num_long),
+            f"{self._metrics}/cut": scalar(num_cut),
         }
         return sizes
 
@@ -154,15 +165,15 @@ class AnswerRows:
     def _skip(self, split: str, row: int, why: str) -> None:
         """Warn once about a row that is skipped."""
         if (split, row) not in self._skipped and len(self._skipped) < MAX_NAMED:
-            logger.warning("%s; the row is skipped (counted in rows/skipped)", why)
+            logger.warning("%s; the row is skipped (counted in %s/skipped)", why, self._metrics)
         self._skipped[split, row] = why
 
     def _note_cut(self, rows: SFTRows, split: str, row: int, num_tokens: int) -> None:
         """Warn once about a row of which tokens are cut."""
         if num_tokens and (split, row) not in self._cut:
             if len(self._cut) < MAX_NAMED:
-                text = "%s: %d tokens over %s are cut (data.overlong_sequences; counted in rows/cut)"
-                logger.warning(text, rows.where(row), num_tokens, rows.limit.key)
+                text = "%s: %d tokens over %s are cut (data.overlong_sequences; counted in %s/cut)"
+                logger.warning(text, rows.where(row), num_tokens, rows.limit.key, self._metrics)
             self._cut.add((split, row))
 
     def state_dict(self) -> dict[str, Any]:

@@ -100,6 +100,9 @@ def test_rows_beyond_the_context_are_skipped_or_cut(
     stats = mixing.mix(handle(1))
     assert stats["imitation/rows"].total == num_rows and stats["imitation/skipped"].total == 2 - num_rows
     assert stats["imitation/tokens"].total == tokens
+    assert stats["imitation/too_long"].total == 2 - num_rows
+    assert stats["imitation/cut"].total == float("data.overlong_sequences=keep_start" in words)
+    assert "rows/skipped" not in stats
 
 
 def test_unusable_rows_are_left_out(tmp_path: Path, tokenizer: Any) -> None:
