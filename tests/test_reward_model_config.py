@@ -124,4 +124,5 @@ def test_the_plan_counts_the_head_instead_of_a_vocabulary_projection(tmp_path: P
     (kind,) = memory(config, layout, shape)
     assert not any(part.name == "logits" for part in kind.parts)
     text = describe(config, layout, model, run, shown)
-    assert "reward_model, 300 steps, evaluation every 50" in text and "rejected: " in text
+    assert "reward_model, on pairs, 300 steps, evaluation every 50" in text and "rejected: " in text
+    assert "of up to 512 tokens; longer ones are dropped" in text

@@ -77,7 +77,8 @@ def _unread_of_pipeline(config: Config) -> Iterator[tuple[Path, Path, str]]:
             yield (section,), ("pipeline",), f"the {config.pipeline} pipeline has no {section}"
         for key in type(config.rollout).model_fields:
             if key not in SAMPLING_KEYS:
-                yield ("rollout", key), ("pipeline",), f"the {config.pipeline} pipeline generates only for evaluation"
+                what = "generates only for evaluation" if config.evaluates else "generates nothing"
+                yield ("rollout", key), ("pipeline",), f"the {config.pipeline} pipeline {what}"
         for key in UNREAD_OF_ROWS[config.row_kind]:
             yield ("data", key), ("pipeline",), f"the rows of the {config.pipeline} pipeline are {config.row_kind}"
     else:

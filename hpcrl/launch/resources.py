@@ -85,8 +85,8 @@ def memory_rows(config: Config, layout: RoleLayout, shape: ModelShape) -> Iterat
         on_host = kind.peak(on_host=True)
         if kind.on_gpu and on_host[1]:
             always = all(kind.total(phase, on_host=True) in (0, on_host[1]) for phase in PHASE_WORDS)
-            when = "" if always else f" at most, in {PHASE_WORDS[on_host[0]]}"
-            yield "", f"  in host memory {size(on_host[1])}{when}"
+            when = "" if always else f", in {PHASE_WORDS[on_host[0]]}"
+            yield "", f"  in host memory {size(on_host[1])} at most{when}"
     yield from _host_rows(config, layout, kinds)
     gpu_kinds = [kind for kind in kinds if kind.on_gpu]
     for card in _cards_to_advise_on(config, gpu_kinds):
