@@ -194,19 +194,19 @@ def line(run_dir: Path, job: slurm.Job | None, now: float) -> str:
     word = state(run, job).split(":")[0]
     pipeline = run.config.pipeline_spec if run.config is not None else None
     if not run.values or (pipeline is not None and pipeline.rank0_only):
-        return f"{label:<24}{word}"
+        return f"{label:<23} {word}"
     if pipeline is not None and pipeline.writes_responses:
-        return f"{label:<24}{word:<10}  {count_done(run_dir)} prompts"
+        return f"{label:<23} {word:<10}  {count_done(run_dir)} prompts"
     if pipeline is not None and not pipeline.trains:
         done = _scores(run_dir) or [f"{count_responses(run_dir)} responses"]
-        return "  ".join((f"{label:<24}{word:<10}", *done))
+        return "  ".join((f"{label:<23} {word:<10}", *done))
     values = [f"{name} {form.format(found[1])}" for metric, name, form in TRAINED if (found := run.newest(metric))]
     left = run.seconds_left()
     eta = [f"ETA {duration(left)}"] if _runs(run, job) and left is not None else []
     finished = run.finished
     why = finished["reason"].partition(": ")[2] if finished and finished["step"] < finished["max_steps"] else ""
     early = [f"ended early: {why}"] if why else []
-    return "  ".join((f"{label:<24}{word:<12}step {run.step}/{run.steps}", *values, *eta, *early))
+    return "  ".join((f"{label:<23} {word:<12}step {run.step}/{run.steps}", *values, *eta, *early))
 
 
 def state(run: RunFolder, job: slurm.Job | None) -> str:

@@ -29,17 +29,18 @@ CHECK_TIMEOUT_S = 60.0
 
 
 class Router:
-    """Domain -> RewardConfig: its own section, else `default`; without sections, the source's built-in reward, or, in a
-    pipeline that needs none, `none`."""
+    """Domain -> RewardConfig: its own section, else `default`; without sections, the source's built-in reward; in a
+    pipeline that needs no reward, else `none`."""
 
     def __init__(self, config: Config):
         if config.debug == "fake":
             self._sections = _drawn(config)
-        elif config.reward:  # a benchmark's reward goes before reward.default
-            self._sections = benchmark_rewards(config) | dict(config.reward)
-        else:
-            unscored = {} if config.pipeline_spec.needs_reward else {DEFAULT: RewardConfig(name=UNSCORED)}
-            self._sections = unscored | built_in_rewards(config)
+        else:  # a benchmark's reward goes before reward.default
+            self._sections = (
+                benchmark_rewards(config) | dict(config.reward) if config.reward else built_in_rewards(config)
+            )
+            if not config.pipeline_spec.needs_reward:
+                self._sections.setdefault(DEFAULT, RewardConfig(name=UNSCORED))
 
     def restricted(self, domain: str | None, elsewhere: Collection[str]) -> Router:
         """The router of a rank that scores one domain, or, with None, all domains not scored elsewhere."""
