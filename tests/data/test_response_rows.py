@@ -10,8 +10,9 @@ import pytest
 
 from hpcrl.config import DataConfig
 from hpcrl.config.generating import GenerateConfig
-from hpcrl.data import parse_pair, read_splits, sft_rows
+from hpcrl.data import read_splits, sft_rows
 from hpcrl.data.identity import prompt_id
+from hpcrl.data.pairs import parse_pair
 from hpcrl.data.response_rows import PromptRows, rows_of
 from hpcrl.rollout.types import Prompt
 from tests.metrics.test_responses import response
@@ -138,6 +139,6 @@ def test_a_pair_of_episodes_keeps_their_turns(tokenizer: Any, write_jsonl: Any) 
     ]
     (row,) = made(responses, form="pairs").rows
     assert json.loads(json.dumps(row)) == row
-    sequences = sft_rows(DataConfig(train=write_jsonl("a.jsonl", row)), "train", tokenizer, pairs=True).sequences(0)
+    sequences = sft_rows(DataConfig(train=write_jsonl("a.jsonl", row)), "train", tokenizer, kind="pairs").sequences(0)
     shown = [tokenizer.decode([i for i, wanted in zip(ids, mask, strict=True) if wanted]) for ids, mask, _ in sequences]
     assert shown == ["go<|im_end|>right<|im_end|>", "go<|im_end|>left<|im_end|>"]

@@ -103,7 +103,7 @@ def test_the_loss_is_that_of_the_rollouts_plus_the_cross_entropy(surrogate: Any,
 
 
 def test_an_answer_is_not_generated() -> None:
-    sample = _supervised_sample(3, Answers().sequences(1)[0])
+    sample = _supervised_sample(3, Answers().encode(1).sequences[0])
     assert set(sample.versions.tolist()) == {-1}, "metrics of the policy are of tokens with a version"
 
 
