@@ -183,5 +183,5 @@ def test_prompts_without_answers_need_no_reward(policy: Path, other: Path, tmp_p
     item = RewardItem(1, "prompts", "say 1", "1")
     assert reward.name == "none" and NoReward(reward).score([item]) == [Score(0.0, 0.0)]
     with pytest.raises(ConfigError) as caught:
-        prepare([*words, DISTILL[1], "rollout.num_prompts=8"])  # pipeline=rlvr
+        prepare([*words, *ADDED, "rollout.num_prompts=8"])  # pipeline=rlvr
     assert "has no reward: set reward." in caught.value.problems[0], caught.value.problems
