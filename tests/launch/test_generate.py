@@ -59,7 +59,6 @@ def test_the_plan_names_the_work_and_the_prompts(tmp_path: Path, rows: str) -> N
         (["generate.min_score=0.5"], "domain a has no reward, and generate.min_score=0.5 compares scores; set"),
         (["generate.keep=1"], "rows.jsonl:2: domain b has no reward, and generate.keep=1 compares scores"),
         (["generate.form=pairs", "generate.samples=2"], "has no reward, and generate.form=pairs compares scores"),
-
         (
             ["reward.a.name=repetition", "generate.keep=1"],
             "domain b has no reward, and generate.keep=1 compares scores",

@@ -9,6 +9,7 @@ import torch
 
 from hpcrl.algorithms.interface import Outputs
 from hpcrl.algorithms.spec import GRPO
+from hpcrl.data.answers import EncodedRow, TrainedSequence
 from hpcrl.metrics.stats import flatten
 from hpcrl.rollout.batch import Batch, Norms
 from hpcrl.rollout.types import ANSWER_IDS
@@ -22,11 +23,17 @@ from tests.algorithms.test_invariance import AGGREGATIONS, ALL, norms_of, rows_o
 class Answers:
     """Rows of two tokens of a prompt and a growing answer."""
 
+<<<<<<< HEAD
     per_row, kind = 1, "answers"
 
     def encode(self, row: int) -> Any:
         from hpcrl.data.answers import EncodedRow, TrainedSequence
 
+=======
+    kind, per_row = "answers", 1
+
+    def encode(self, row: int) -> EncodedRow:
+>>>>>>> rev3
         sequence = TrainedSequence([5, 6, *[7 + row] * (row + 1)], [False, False, *[True] * (row + 1)])
         return EncodedRow([sequence], [True])
 
