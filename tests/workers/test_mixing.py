@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -23,17 +21,9 @@ from tests.algorithms.test_invariance import AGGREGATIONS, ALL, norms_of, rows_o
 class Answers:
     """Rows of two tokens of a prompt and a growing answer."""
 
-<<<<<<< HEAD
-    per_row, kind = 1, "answers"
-
-    def encode(self, row: int) -> Any:
-        from hpcrl.data.answers import EncodedRow, TrainedSequence
-
-=======
     kind, per_row = "answers", 1
 
     def encode(self, row: int) -> EncodedRow:
->>>>>>> rev3
         sequence = TrainedSequence([5, 6, *[7 + row] * (row + 1)], [False, False, *[True] * (row + 1)])
         return EncodedRow([sequence], [True])
 
