@@ -8,6 +8,7 @@ import shutil
 import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -58,7 +59,10 @@ class World:
         monkeypatch.setattr("hpcrl.launch.evaluation.start", self.start)
         monkeypatch.setattr("hpcrl.launch.evaluation._convert", lambda checkpoint, target, config: write_model(target))
         monkeypatch.setattr("hpcrl.launch.evaluation._check_settings", lambda words: None)
-        monkeypatch.setattr("hpcrl.launch.following.time.sleep", self.sleep)
+        # Not the module's own sleep, which threads of earlier tests may call.
+        own_time = SimpleNamespace(sleep=self.sleep)
+        monkeypatch.setattr("hpcrl.launch.following.time", own_time)
+        monkeypatch.setattr("hpcrl.launch.evaluation.time", own_time)
         monkeypatch.setattr(watched, "SETTLE_S", 0.0)
 
     def own(self, ended: dict[str, str]) -> None:
