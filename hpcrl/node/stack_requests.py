@@ -262,6 +262,8 @@ class LocalRank(NamedTuple):
         """Its answer, without an agent."""
         try:
             page = os.open(self.page, os.O_RDWR)
+        except (FileNotFoundError, ProcessLookupError):
+            return RankStack(rank, socket.gethostname(), self.pid, missing="the process has ended")
         except OSError as error:
             return RankStack(rank, socket.gethostname(), self.pid, missing=f"its page cannot be read: {error}")
         try:

@@ -391,7 +391,10 @@ def test_a_stopped_rank_ends_the_run_under_torchrun(
         assert f"killed rank {rank}, which was stopped (SIGSTOP) for" in (tmp_path / "log").read_text()
         if rank:
             report = hang_path(tmp_path / "run", 1).read_text()
-            assert report.count("main thread (most recent call first):\n") == 2 and "no answer about rank 1" in report
+            # Rank 2 may have ended, since it lost its connection to rank 1, before it is asked.
+            num_stacks = report.count("main thread (most recent call first):\n")
+            assert num_stacks + ("no stack: the process has ended" in report) == 2
+            assert "no answer about rank 1" in report
 
 
 @pytest.mark.slow
