@@ -139,7 +139,10 @@ def test_a_process_that_has_not_registered_gets_no_signal() -> None:
 
 @pytest.mark.parametrize("hanging", [("waits_for_a_child",)], indirect=True)
 def test_stacks_of_child_processes_follow(hanging: Hanging) -> None:
-    found = RankStack.of(3, hanging.process.pid, hanging.page)
+    until = time.monotonic() + 20
+    while "in in_the_child" not in (found := RankStack.of(3, hanging.process.pid, hanging.page)).stacks:
+        assert time.monotonic() < until, found.stacks  # the child may still be on its way there
+        time.sleep(0.1)
     own, _, child = found.stacks.partition("child process ")
     assert "in waits_for_a_child" in own.split("\n\n")[0] and "in in_the_child" not in own
     assert "in in_the_child" in child and child.split()[1].startswith("(python")
