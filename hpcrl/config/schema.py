@@ -546,12 +546,26 @@ class Config(Section):
 
     @property
     def max_row_tokens(self) -> int:
-        """Maximum tokens of a rollout, which may consist of several sequences."""
+        """Maximum tokens of a trained row: of a rollout, which may consist of several sequences, or of a row of a file."""
         rows = (
             env.max_turns * self.max_turn_tokens if env.by_steps else self.sequence_tokens(env)
             for env in self.envs.values()
         )
-        return max(rows, default=self.max_turn_tokens)
+        return self._with_rows_of_files(max(rows, default=self.max_turn_tokens))
+
+    @property
+    def max_trained_tokens(self) -> int:
+        """Maximum length of a trained sequence in tokens."""
+        return self._with_rows_of_files(self.max_sequence_tokens)
+
+    def _with_rows_of_files(self, generated: int) -> int:
+        """The length of what is generated, in tokens; or the limit for rows of a file, if this is what is trained on."""
+        limit = self.data.max_sequence_tokens
+        if limit is None or self.trains_head:
+            return generated
+        if self.learns_from_rewards:
+            return max(generated, limit) if self.imitates else generated
+        return limit
 
     @property
     def max_response_tokens(self) -> int:

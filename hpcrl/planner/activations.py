@@ -42,11 +42,12 @@ class Tokens:
     @classmethod
     def of(cls, config: Config, num_sequences: int, tower: Tower | None = None) -> Tokens:
         """The largest micro-batch of a rank with this many sequences: the token limit, or one row of maximum length if
-        that is longer. Rows are packed by their real lengths, so all of its tokens may be of images."""
-        row = config.max_row_tokens
+        that is longer. Rows are packed by their real lengths, so all of its tokens may be of images. Both answers of a
+        pair are in one micro-batch."""
+        row = config.max_row_tokens * (2 if config.row_kind == "pairs" else 1)
         total = max(min(config.trainer.max_tokens_per_micro_batch, num_sequences * row), row)
         images = min(num_sequences * image_tokens_of_row(config, tower), total)
-        return cls(total, total, config.max_sequence_tokens, images)
+        return cls(total, total, config.max_trained_tokens, images)
 
     def of_rows(self, num_bytes: int) -> int:
         """Bytes of all tokens, from the bytes of one row of the longest sequence."""

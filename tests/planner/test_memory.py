@@ -23,10 +23,11 @@ from hpcrl.launch.model_folder import inspect_model
 from hpcrl.models.families import read_shape
 from hpcrl.models.shape import CannotPlanError, ModelShape
 from hpcrl.planner import generator
+from hpcrl.planner.activations import Tokens
 from hpcrl.planner.advice import advise
 from hpcrl.planner.generator import rollout_transfer_parts
 from hpcrl.planner.memory import CARDS, PROGRAM_BYTES, RankMemory, check_sizes, memory, usable
-from hpcrl.planner.memory_parts import PHASES, Part
+from hpcrl.planner.memory_parts import PHASES, Part, samples_of_an_update
 from hpcrl.planner.traffic import StepWork, total_bytes
 from hpcrl.planner.trainer import checkpoint_bytes, train_plan
 from hpcrl.spec.tables import GEN_ENGINES
@@ -466,3 +467,21 @@ def test_adapters_need_no_second_model_and_only_they_are_sent() -> None:
     config = run(trainer={"lora": {"rank": 2, "parts": ["decoder", "vision"]}})
     (problem,) = check_sizes(config, RoleLayout.from_config(config), shape)
     assert problem.text == "trainer.lora.parts: qwen2 has no linear layers in vision; leave it out"
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "tokens", "longest"),
+    [("sft", 4096, 4096), ("dpo", 2 * 4096, 4096), ("distill", 4096, 4096)],
+    ids=["answers", "both answers of a pair", "answers beside rollouts"],
+)
+def test_rows_of_files_are_planned_at_their_own_limit(pipeline: str, tokens: int, longest: int) -> None:
+    """data.max_sequence_tokens, not a prompt of data.max_prompt_tokens and a generated response."""
+    extra: dict[str, Any] = {"imitation": {"data": "rows.jsonl"}} if pipeline == "distill" else {}
+    data = {"train": "rows.jsonl", "max_prompt_tokens": 64, "max_sequence_tokens": 4096}
+    given = {"pipeline": pipeline, "model": {"path": "model"}, "teacher": {"path": "teacher"}} | extra
+    config = parse(given | {"data": data, "trainer": {"max_tokens_per_micro_batch": 1024}})
+    assert Tokens.of(config, 8) == Tokens(tokens, tokens, longest)
+    assert StepWork.of(config, 1).num_tokens == config.max_row_tokens * samples_of_an_update(config)
+    assert config.max_row_tokens == 4096
+    free = parse(given | {"data": data | {"max_sequence_tokens": None}})
+    assert free.max_row_tokens == free.max_turn_tokens < 4096
