@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 import json
 import os
+import random
 import re
 import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -162,6 +164,49 @@ def test_a_different_model_in_the_same_folder_is_refused(tmp_path: Path, section
     (model / "config.json").unlink()  # told where the model is read
     start()
     assert [entry["attempt"] for entry in json.loads((run / "facts.json").read_text())["attempts"]] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("section", ["reference", "teacher", "judge", "reward_model"])
+def test_other_weights_of_a_frozen_model_are_refused(tmp_path: Path, section: str) -> None:
+    run, file = tmp_path / "demo", tmp_path / "model" / "model-00001-of-00002.safetensors"
+    file.parent.mkdir()
+    content = bytearray(random.Random(0).randbytes(1 << 20))
+    config = changed(**{section: {"path": str(file.parent)}})
+
+    def start() -> None:
+        close_run(run, open_run(config, run, "auto").attempt)
+
+    file.write_bytes(content)
+    start()
+    replaced = random.Random(1).randbytes(1 << 20)  # of the same size
+    for other in (replaced, bytes(content[:-1]), bytes(content) + b"\0"):
+        file.write_bytes(other)
+        with pytest.raises(ConfigError) as refused:
+            start()
+        assert refused.value.problems == [
+            f"{section}.path: the weights in {file.parent} have changed since this run began ({file.name}); put them "
+            "back, or use another run_name or resume=fresh"
+        ]
+    file.write_bytes(content)  # put back, with another time
+    start()
+    file.unlink()  # told where the model is read
+    start()
+
+
+def test_other_weights_of_the_first_policy_count_only_as_reference(tmp_path: Path) -> None:
+    """A resumed run has the policy's weights from its checkpoint."""
+    for kl, refused in ((0.0, False), (0.1, True)):
+        run, model = tmp_path / f"demo{kl}", tmp_path / f"model{kl}"
+        model.mkdir()
+        config = changed(model={"path": str(model)}, algorithm={"kl_loss_coef": kl})
+        (model / "model.safetensors").write_bytes(b"first")
+        close_run(run, open_run(config, run, "auto").attempt)
+        (model / "model.safetensors").write_bytes(b"other")
+        if refused:
+            with pytest.raises(ConfigError, match=r"model\.path: the weights in"):
+                open_run(config, run, "auto")
+        else:
+            close_run(run, open_run(config, run, "auto").attempt)
 
 
 def test_resume_fresh_takes_the_next_free_name(tmp_path: Path) -> None:
@@ -403,6 +448,19 @@ def test_another_engine_of_one_role_frees_no_key_of_the_other(tmp_path: Path) ->
     assert check_run(moved, run, "auto").changes == ['critic.engine: null -> "megatron"']
     with pytest.raises(ConfigError, match=r"trainer.fsdp2.aux_loss: .* -> 0.1"):
         check_run(changed(trainer=adapters | {"fsdp2": {"aux_loss": 0.1}}, critic={"engine": "megatron"}), run, "auto")
+
+
+def test_a_teacher_has_no_state_that_another_engine_must_take_over(tmp_path: Path) -> None:
+    run = tmp_path / "demo"
+    of_policy: dict[str, Any] = {"engine": "fsdp2", "optimizer": "muon"}
+    close_run(run, open_run(changed(trainer=of_policy), run, "auto").attempt)
+    sections = of_policy | {"deepspeed": {"zero_stage": 2, "attention": "eager"}}
+    moved = changed(trainer=sections, teacher={"engine": "deepspeed"})
+    assert any(line.startswith("teacher.engine: ") for line in check_run(moved, run, "auto").changes)
+    with pytest.raises(ConfigError, match=r"trainer.fsdp2.aux_loss: .* -> 0.1"):
+        check_run(
+            changed(trainer=of_policy | {"fsdp2": {"aux_loss": 0.1}}, teacher={"engine": "megatron"}), run, "auto"
+        )
 
 
 def test_adapters_may_move_to_any_engine_that_can_train_them(tmp_path: Path) -> None:

@@ -546,7 +546,7 @@ class Config(Section):
 
     @property
     def max_row_tokens(self) -> int:
-        """Maximum tokens of a trained row: of a rollout, which may consist of several sequences, or of a row of a file."""
+        """Maximum tokens of a trained row: of a rollout, which may have several sequences, or of a row of a file."""
         rows = (
             env.max_turns * self.max_turn_tokens if env.by_steps else self.sequence_tokens(env)
             for env in self.envs.values()
@@ -559,7 +559,7 @@ class Config(Section):
         return self._with_rows_of_files(self.max_sequence_tokens)
 
     def _with_rows_of_files(self, generated: int) -> int:
-        """The length of what is generated, in tokens; or the limit for rows of a file, if this is what is trained on."""
+        """The length of what is generated, in tokens, or the limit for rows of a file, if these are trained on."""
         limit = self.data.max_sequence_tokens
         if limit is None or self.trains_head:
             return generated

@@ -45,6 +45,7 @@ MAY_CHANGE = (
     "trainer.max_mismatch",
     "trainer.engine",
     "critic.engine",
+    "teacher.engine",
     "timeline",
     "timeouts",
     "cluster",
@@ -52,7 +53,7 @@ MAY_CHANGE = (
 )
 """Keys (with all below them) that may differ between attempts, in addition to division_keys(): they change how long and
 where a run continues, not its results. A new max_steps also stretches a cosine, linear or wsd lr schedule from then
-on. Another engine must be able to take over the state, and its section may differ, too."""
+on. Another engine must be able to take over the state, and its section may differ, too; the teacher has no state."""
 ENGINE_KEYS = ("trainer.engine", "critic.engine")
 _ABSENT = object()
 
@@ -167,6 +168,8 @@ def _of_engines(stored: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[list
     optimizer, rank = trainer.get("optimizer", "adamw"), (trainer.get("lora") or {}).get("rank", 0)
     kept = {now[role] for role in now if role not in changed}
     obstacles, sections = [], []
+    stateful = [role for role in changed if role != "teacher"]
+    of_state = {each[role] for each in (before, now) for role in stateful}
     for name in dict.fromkeys(engine for role in changed for engine in (before[role], now[role]) if engine):
         try:
             spec = TRAIN_ENGINES[name]
@@ -175,11 +178,13 @@ def _of_engines(stored: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[list
             continue
         if name not in kept:
             sections.append(f"trainer.{spec.name if ':' in name else name}")
+        if name not in of_state:
+            continue
         if not spec.exchanges_state:
             obstacles.append(f"{name} exchanges no checkpoints with other engines")
         elif rank and not spec.exchanges_adapters and name in (before["trainer"], now["trainer"]):
             obstacles.append(f"the run trains adapters (trainer.lora.rank={rank}), which {name} does not exchange")
-    if optimizer != "adamw":
+    if stateful and optimizer != "adamw":
         obstacles.append(
             f"the run has trainer.optimizer={optimizer}, and only AdamW's state goes from engine to engine"
         )
@@ -187,9 +192,10 @@ def _of_engines(stored: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[list
 
 
 def _engines(config: Mapping[str, Any]) -> dict[str, str]:
-    """The engines of trainer and critic; empty if the configuration does not say."""
+    """The engines of trainer, critic and teacher; empty if the configuration does not say."""
     trainer = str((config.get("trainer") or {}).get("engine") or "")
-    return {"trainer": trainer, "critic": str((config.get("critic") or {}).get("engine") or trainer)}
+    own = {role: (config.get(role) or {}).get("engine") for role in ("critic", "teacher")}
+    return {"trainer": trainer} | {role: str(engine or trainer) for role, engine in own.items()}
 
 
 def is_below(key: str, keys: Iterable[str]) -> bool:

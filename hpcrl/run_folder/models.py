@@ -1,14 +1,16 @@
-"""Checks that the folders of a run's models still hold the models with which it began: by their config.json, and for an
-evaluation by the sizes and times of their weights."""
+"""Checks that the folders of a run's models still hold the models with which it began: by their config.json, and for
+models that the run does not train by samples of their weights."""
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hpcrl.config import ConfigError
+from hpcrl.config import ConfigError, parse
 from hpcrl.run_folder.changes import differences
 
 SECTIONS = ("model", "reference", "teacher", "critic", "judge", "reward_model")
@@ -17,6 +19,10 @@ OF_THE_WRITER = ("transformers_version", "_name_or_path")
 """Keys of config.json that identify its writer."""
 MAX_SHOWN = 4
 WEIGHTS = (".safetensors", ".bin")
+FROZEN = ("reference", "teacher", "judge", "reward_model")
+"""Sections whose model no run trains."""
+BLOCK, SAMPLES = 16 << 10, 16
+"""Bytes of a block, and blocks, of the digest of a file of weights."""
 
 
 def models_of(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -48,25 +54,49 @@ def check_models(config: Mapping[str, Any], attempts: Sequence[Mapping[str, Any]
         raise ConfigError(lines)
 
 
-def weights_of(config: Mapping[str, Any]) -> dict[str, list[int]]:
-    """Name -> size and time in ns of each file of weights of the policy's model; none if it is not a folder."""
-    path = (config.get("model") or {}).get("path")
-    if not path:
-        return {}
+def weights_of(config: Mapping[str, Any]) -> dict[str, dict[str, str]]:
+    """Key (such as teacher.path) -> name and digest of each file of weights, for each folder whose weights count after
+    the start. The digest is of the size, the beginning and samples: the files of large models are not read whole."""
+    sections = [*FROZEN, *(["model"] if _reads_model_again(config) else [])]
+    found = {}
+    for section in sections:
+        if path := (config.get(section) or {}).get("path"):
+            try:
+                files = sorted(each for each in Path(path).iterdir() if each.suffix in WEIGHTS)
+                found[f"{section}.path"] = {each.name: _sampled(each) for each in files}
+            except OSError:
+                continue  # reported where the model is read
+    return found
+
+
+def _reads_model_again(config: Mapping[str, Any]) -> bool:
+    """Whether model.path counts at a resume: the run trains no model, or compares the policy with this one."""
     try:
-        files = sorted(each for each in Path(path).iterdir() if each.suffix in WEIGHTS)
-        return {each.name: [(seen := each.stat()).st_size, seen.st_mtime_ns] for each in files}
-    except OSError:
-        return {}  # reported where the model is read
+        own = parse(dict(config))
+    except ConfigError:
+        return False  # of another version
+    return not own.pipeline_spec.trains or (own.uses_reference and own.reference.path is None)
+
+
+def _sampled(file: Path) -> str:
+    with file.open("rb") as opened:
+        size = os.fstat(opened.fileno()).st_size
+        digest = hashlib.blake2b(str(size).encode(), digest_size=8)
+        for place in range(SAMPLES):
+            opened.seek(max(size - BLOCK, 0) * place // (SAMPLES - 1))
+            digest.update(opened.read(BLOCK))
+    return digest.hexdigest()
 
 
 def check_weights(config: Mapping[str, Any], attempts: Sequence[Mapping[str, Any]]) -> None:
-    """ConfigError if an evaluation's model has other weights than at its first attempt; attempts of earlier versions
-    did not record them."""
-    first = next((then for attempt in attempts if (then := attempt.get("weights"))), None)
-    now = weights_of(config)
-    if config.get("pipeline") == "evaluate" and first and now and now != first:
-        changed = sorted(name for name in {*first, *now} if first.get(name) != now.get(name))
-        folder = config["model"]["path"]
-        text = f"model.path: the weights in {folder} have changed since this evaluation began ({changed[0]})"
-        raise ConfigError([f"{text}; use another run_name or resume=fresh"])
+    """ConfigError if a folder holds other weights than at the first attempt that recorded them."""
+    lines = []
+    for key, now in weights_of(config).items():
+        first = next((then[key] for attempt in attempts if key in (then := attempt.get("weights", {}))), now)
+        if now and first and now != first:
+            changed = sorted(name for name in {*first, *now} if first.get(name) != now.get(name))
+            folder = config[key.removesuffix(".path")]["path"]
+            lines.append(f"{key}: the weights in {folder} have changed since this run began ({changed[0]})")
+    if lines:
+        lines[-1] += "; put them back, or use another run_name or resume=fresh"
+        raise ConfigError(lines)

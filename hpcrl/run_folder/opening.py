@@ -80,6 +80,7 @@ def check_run(
     if asked is not None and not (is_same(newest, asked, reason) and _is_resume(config, folder)):
         permitted = permitted_changes(config, folder, branch=True, explicit=explicit)
         check_models(config, attempts)
+        check_weights(config, attempts)
         attempt = check_free(folder)
         branch = find_branch(folder, asked, reason, max_steps)
         told = f"branch from step {branch.step}, later work moves to abandoned/"
@@ -183,6 +184,7 @@ def _describe(
         "kind": run.kind,
         "changes": run.changes,
         "models": models_of(config),
+        "weights": weights_of(config),
     }
     counted = {} if image_tokens is None else {"image_tokens": image_tokens}
     stored = effective(config, folder)
@@ -199,8 +201,6 @@ def _describe(
             own["branch"] = Branch(run.from_step, run.from_step, stored[REASON]).record([], arguments)
     if run.branch is not None:
         own["branch"] = run.branch.record(run.changes, arguments)
-    if config.get("pipeline") == "evaluate":
-        own["weights"] = weights_of(config)
     attempts.append(own | counted | machine_facts())
     write_durably(folder / FACTS, json.dumps({"attempts": attempts}, indent=1).encode())
     if plan:
