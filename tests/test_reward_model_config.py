@@ -39,6 +39,15 @@ def refused(*words: str) -> list[str]:
         (["eval.samples=4"], "eval.samples: not read here, the reward_model pipeline generates nothing"),
         (["data.max_prompt_tokens=9"], "data.max_prompt_tokens: not read here, the length of dialogues is rm.max_tok"),
         (["rm.rows=scores", "rm.center_coef=1"], "rm.center_coef: not read here, rm.rows is scores"),
+        (["rm.heads=[a,b]"], "rm.heads: 2 heads learn from a row's scores; use rm.rows=scores, or leave it out"),
+        (["rm.rows=steps", "rm.heads=2"], "rm.heads: 2 heads learn from a row's scores; use rm.rows=scores"),
+        (["rm.rows=scores", "rm.heads=[a,a]"], "rm.heads: expected each head once, not a twice, got"),
+        (["rm.rows=scores", "rm.heads=[]"], "rm.heads: expected a list of names or a number from 1 to 9999, got []"),
+        (["rm.rows=scores", "rm.heads=0"], "rm.heads: expected a list of names or a number from 1 to 9999, got 0"),
+        (
+            ["rm.rows=scores", "rm.heads=[a b]"],
+            "rm.heads: expected names of letters, digits, '.', '_' and '-', not 'a b'",
+        ),
         (["rm.rows=ranks"], "rm.rows: expected 'pairs', 'scores' or 'steps', got 'ranks'"),
         (["keep_best.metric=val/accuracy", "data.val=null", "eval_every=0"], "keep_best.metric: 'val/accuracy' needs"),
         (["pipeline=sft", "rm.batch_size=3"], "rm.batch_size: not read here, the pipeline is sft"),
@@ -86,8 +95,14 @@ def test_model_folders_with_other_heads_are_refused(tmp_path: Path) -> None:
         assert any(line.startswith(f"model.path: {text}") for line in lines), lines
     many = with_labels(make_reward_model(tmp_path / "many"), 3)
     assert problems(f"model.path={many}") == [
-        f"model.path: the head of {many} has 3 labels, and a row gives one number; give a language model, or a reward "
-        "model with one label"
+        f"model.path: the head of {many} has 3 labels, and a row gives 1 number (rm.heads); give a language model, or "
+        "a reward model with 1"
+    ]
+    words = [f"model.path={many}", "rm.rows=scores", *helpsteer(tmp_path)]
+    prepare([RECIPE, "dry_run=true", *words[:-1], "rm.heads=[LABEL_0,LABEL_1,LABEL_2]"])
+    assert problems(*words) == [
+        f"model.path: the heads of {many} are LABEL_0, LABEL_1, LABEL_2, and rm.heads has {', '.join(HEADS)}; give the "
+        "same names in the same order, or a language model"
     ]
     other = renamed(make_reward_model(tmp_path / "other"), "Qwen2ForQuestionAnswering")
     assert problems(f"model.path={other}")[0].startswith(f"model.path: {other} is of Qwen2ForQuestionAnswering, and a")
@@ -98,6 +113,33 @@ def test_a_model_without_rows_for_the_tokenizers_tokens_is_refused(tmp_path: Pat
     config = json.loads((tmp_path / "model" / "config.json").read_text())
     (tmp_path / "model" / "config.json").write_text(json.dumps(config | {"vocab_size": 300}))
     assert any("but vocab_size in config.json is 300" in line for line in problems(f"model.path={tmp_path}/model"))
+
+
+HEADS = ["helpfulness", "correctness", "verbosity"]
+
+
+def helpsteer(folder: Path, **changed: object) -> list[str]:
+    """Rows with HelpSteer's columns, of which the second is changed, and a number for each head of with_labels()."""
+    row = {"prompt": "2+2?", "response": "4", "helpfulness": 4, "correctness": 4, "verbosity": 1, "coherence": 3}
+    row |= {f"LABEL_{number}": number for number in range(3)}
+    second = {key: value for key, value in (row | changed).items() if value is not None}
+    (folder / "scores.jsonl").write_text(f"{json.dumps(row)}\n{json.dumps(second)}\n")
+    file = f"{folder}/scores.jsonl"
+    return [f"data.train={file}", f"data.val={file}", "rm.rows=scores", f"rm.heads=[{','.join(HEADS)}]"]
+
+
+def test_more_heads_than_labels_are_refused_with_file_line_and_key(tmp_path: Path) -> None:
+    prepare([RECIPE, "dry_run=true", *helpsteer(tmp_path)])
+    lines = problems(*helpsteer(tmp_path, verbosity=None))
+    assert lines[0].startswith(
+        f"{tmp_path}/scores.jsonl:2: no verbosity: the row has 2 of the 3 scores in rm.heads, and the columns prompt, "
+    )
+    lines = problems(*helpsteer(tmp_path, correctness="good"))
+    assert lines[0].startswith(f"{tmp_path}/scores.jsonl:2: correctness must be a finite number up to")
+    words = helpsteer(tmp_path, score=[1, 2])
+    lines = problems(*words[:-1], "rm.heads=3")
+    assert lines[0] == f"{tmp_path}/scores.jsonl:1: score must be a list of rm.heads=3 numbers, got None"
+    assert lines[1].startswith(f"{tmp_path}/scores.jsonl:2: score must be a list of rm.heads=3 numbers, got 2 numbers")
 
 
 def steps(folder: Path) -> list[str]:

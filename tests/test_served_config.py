@@ -90,6 +90,24 @@ def test_model_folders_are_checked(folder: Path, tmp_path: Path) -> None:
     assert f"judge.path: the tokenizer in {bare} has no chat template" in line
 
 
+def test_the_heads_of_a_reward_model_need_weights(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    make_tiny_model(TinyModel(), folder)
+    config = json.loads((folder / "config.json").read_text()) | {"architectures": ["Qwen2ForSequenceClassification"]}
+    (folder / "config.json").write_text(json.dumps(config | {"id2label": {"0": "helpful", "1": "long"}}))
+    words = [SCORED, f"reward_model.path={folder}"]
+    for weights, text in (
+        ("{}", "has 2 heads (helpful, long); give the weight of each in the score, as in reward_model.head_weights={h"),
+        ("{kind: 1}", "has no head kind of reward_model.head_weights; its heads are helpful, long"),
+    ):
+        (line,) = problems(*words, f"reward_model.head_weights={weights}")
+        assert line.startswith(f"reward_model.path: {folder} {text}")
+    (line, *_) = problems(*words, "reward_model.head_weights={long: 0}")
+    assert line.startswith(
+        "reward_model.head_weights: expected a weight that is not 0, since all scores would be equal"
+    )
+
+
 def test_the_judges_images_have_its_own_processors_limit() -> None:
     config = load([DATA, JUDGED, "judge.path=/m", "data.max_pixels=4000"])
     assert config.data.max_pixels == 4000 and config.of_judge().data.max_pixels is None

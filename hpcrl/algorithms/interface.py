@@ -101,7 +101,7 @@ class Outputs:
         logprobs: float32 [T], log-softmax(logits / temperature) of the tokens, 0 outside loss_mask; always present,
             with gradients.
         entropy: float32 [T], nats, of softmax(logits / temperature), without top-p, top-k and min-p.
-        values: float32 [T], from a critic.
+        values: float32 [T], from a critic; [T, heads] from a model with several heads.
         divergence: float32 [T], nats, of the student from the teacher (Objective.divergence), 0 outside loss_mask.
     """
 

@@ -15,6 +15,6 @@ def make(section: HeadTrainingConfig) -> Objective:
         case "pairs":
             return BradleyTerry(section.center_coef)
         case "scores":
-            return ScoreRegression()
+            return ScoreRegression(section.labels)
         case "steps":
             return StepLabels()

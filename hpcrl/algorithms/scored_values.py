@@ -10,7 +10,8 @@ from hpcrl.rollout.batch import Batch
 
 
 def scored_values(outputs: Outputs, batch: Batch) -> tuple[Tensor, Tensor]:
-    """(values, their targets), float32 [n], of the tokens of the loss mask in order."""
+    """(values, their targets), float32 [n], or [n, heads] with several heads, of the tokens of the loss mask in
+    order."""
     assert outputs.values is not None, "the engine computes values"
     index = batch.loss_mask.nonzero()[:, 0]
     return outputs.values[index], required(batch, "targets", "a reward model")[index]

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
 
-from hpcrl.spec.fields import NUMBER, Natural, NonNegative, Positive, PositiveFloat, Section
+from hpcrl.spec.fields import NUMBER, Float, Natural, NonNegative, Positive, PositiveFloat, Section
 from hpcrl.spec.tables import TRAIN_ENGINES
 
 
@@ -17,6 +17,12 @@ def train_engine_name(name: str) -> str:
         selectable = [other for other, spec in TRAIN_ENGINES.items() if spec.selectable]
         raise PydanticCustomError("literal_error", "{expected}", {"expected": " or ".join(selectable)})
     return name
+
+
+def _not_zero(weights: dict[str, float]) -> dict[str, float]:
+    if weights and not any(weights.values()):
+        raise ValueError("expected a weight that is not 0, since all scores would be equal")
+    return weights
 
 
 class CriticConfig(Section):
@@ -53,8 +59,10 @@ class RewardModelConfig(Section):
     """The model of the role reward_model, for the reward reward_model. It is not trained."""
 
     path: str | None = None
-    """Folder in HF layout of a model for sequence classification, or of an exported critic, with one label and a
-    tokenizer."""
+    """Folder in HF layout of a model for sequence classification, or of an exported critic, with a tokenizer."""
+    head_weights: Annotated[dict[str, Float], AfterValidator(_not_zero)] = {}
+    """Maps heads of a model with several, by their names in config.json (id2label), to their weights in the score;
+    other heads have the weight 0."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the weights, by default bfloat16 if the configuration requests GPUs; the head is computed in float32."""
     max_tokens: Positive = 4096

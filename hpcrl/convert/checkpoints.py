@@ -33,10 +33,12 @@ OTHER_FORMATS = {
 
 @dataclass(frozen=True)
 class Found:
-    """A checkpoint: its folder, and the model folder with config.json and tokenizer."""
+    """A checkpoint: its folder, the model folder with config.json and tokenizer, and in the run of a reward model the
+    names of its heads."""
 
     folder: Path
     model: Path
+    labels: tuple[str, ...] = ()
 
 
 def find(
@@ -93,7 +95,7 @@ def find(
     if not (folder / METADATA).is_file():
         folder = _inside(folder)
         tell(f"reading {folder}")
-    return Found(folder, model or _model_of(folder, run))
+    return Found(folder, model or _model_of(folder, run), _labels(run))
 
 
 def _of_step(run: Path, step: str) -> Path:
@@ -161,6 +163,13 @@ def _inside(folder: Path) -> Path:
             raise ValueError(f"--checkpoint {folder} is {text} ({path.relative_to(folder)})")
     text = f"no {METADATA} in it or below it (torch_dist of Megatron, or a checkpoint of hpcrl)"
     raise ValueError(f"--checkpoint {folder} is not a checkpoint: {text}")
+
+
+def _labels(run: Path | None) -> tuple[str, ...]:
+    if run is None or not (run / CONFIG).is_file():
+        return ()
+    stored = stored_config(run)
+    return tuple(stored.head_training.labels) if stored.trains_head else ()
 
 
 def _model_of(folder: Path, run: Path | None) -> Path:

@@ -10,7 +10,7 @@ from typing import Any, TextIO
 
 import torch
 
-from hpcrl.convert.checkpoints import find, is_quantised, read_config
+from hpcrl.convert.checkpoints import Found, find, is_quantised, read_config
 from hpcrl.convert.dequantize import QuantisedWeights, without_quantisation
 from hpcrl.convert.mtp import with_mtp
 from hpcrl.convert.outputs import (
@@ -24,6 +24,7 @@ from hpcrl.convert.sources import ModelWeights, TensorSource, opened
 from hpcrl.convert.streaming import OutFile, default_threads, write_folder
 from hpcrl.engines.hf_folder import padding_id
 from hpcrl.engines.train.megatron.names import VALUE_HEAD
+from hpcrl.models.head_labels import label_keys
 from hpcrl.models.mtp import MTP, with_mtp_keys
 
 SHARD_BYTES = 4_000_000_000
@@ -93,7 +94,7 @@ def to_hf(checkpoint: Path, output: Path, options: ConvertOptions) -> Converted:
             source.check_sums(options.report_progress)
         files = hf_files(source, dtypes, options.most_bytes)
         config = with_mtp_keys(without_quantisation(config), config, kept=bool(source.names))
-        config |= _scalar(config, found.model, f"{VALUE_HEAD}.bias" in source.shapes) if source.values else {}
+        config |= _scalar(config, found, source.shapes) if source.values else {}
         small = hf_small_files(files, dtypes, config, found.model)
         return _write(found.folder, output, source, dtypes, files, small, options)
     finally:
@@ -123,17 +124,19 @@ def to_megatron(checkpoint: Path, output: Path, options: ConvertOptions) -> Conv
         source.close()
 
 
-def _scalar(config: Mapping[str, Any], folder: Path, bias: bool) -> dict[str, Any]:
+def _scalar(config: Mapping[str, Any], found: Found, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
     """The config.json entries that make the model a critic, if its head has a bias, or else a reward model:
-    transformers' model for token or for sequence classification, with a single label."""
+    transformers' model for token or for sequence classification, with a label for each head."""
     from transformers.models.auto import modeling_auto  # the import takes seconds, and only these models need it
 
-    labels = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
-    if bias:
+    count = shapes[f"{VALUE_HEAD}.weight"][0]
+    named = found.labels if len(found.labels) == count else [f"LABEL_{n}" for n in range(count)]
+    labels = label_keys(named)
+    if f"{VALUE_HEAD}.bias" in shapes:
         name = modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES[config["model_type"]]
         return {"architectures": [name], **labels}
     name = modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES[config["model_type"]]
-    return {"architectures": [name], **labels, "pad_token_id": padding_id(folder, config["vocab_size"])}
+    return {"architectures": [name], **labels, "pad_token_id": padding_id(found.model, config["vocab_size"])}
 
 
 def _write(

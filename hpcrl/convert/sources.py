@@ -102,7 +102,8 @@ class TrainerWeights:
         """Compare the checkpoint with config.json, for families with a name table."""
         if family_of(config.get("model_type")).megatron is None:
             return
-        expected = table(config, values=self.values, bias=f"{VALUE_HEAD}.bias" in self.shapes).shapes
+        heads = self.shapes[f"{VALUE_HEAD}.weight"][0] if self.values else 1
+        expected = table(config, values=self.values, bias=f"{VALUE_HEAD}.bias" in self.shapes, heads=heads).shapes
         for name in [*expected, *(name for name in self.shapes if name not in self._mtp)]:
             if (has := self.shapes.get(name)) != (needs := expected.get(name)):
                 text = (

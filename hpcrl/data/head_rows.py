@@ -3,6 +3,7 @@ labels."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,10 @@ MARGIN, SCORE, STEPS, LABELS = "margin", "score", "completions", "labels"
 
 def head_row_reader(config: Config) -> ReadRow:
     """The parser of this run's rows, which ends with BadRow for a row that cannot be learned from."""
-    return READERS[config.head_training.rows]
+    section = config.head_training
+    if section.rows == "scores" and section.heads != 1:
+        return functools.partial(_scored_by_heads, heads=section.heads)
+    return READERS[section.rows]
 
 
 class HeadRows(SFTRows):
@@ -37,6 +41,7 @@ class HeadRows(SFTRows):
         self._section, self._seed, self._tokenizer = config.head_training, config.seed, tokenizer
         self.kind = config.row_kind
         self.per_row = 2 if self.kind == "pairs" else 1
+        self.num_heads = len(self._section.labels)
         self.limit = LengthLimit(self._section.max_tokens, "rm.max_tokens")
         drop = config.data.unusable_rows == "drop"
         self._rows = rows = RowSet(config.data, split, config.seed, read=head_row_reader(config), drop=drop)
@@ -60,14 +65,16 @@ class HeadRows(SFTRows):
             raise TooLong(f"{where}: {longest} tokens are more than rm.max_tokens={self._section.max_tokens}")
         return EncodedRow(found, [True, False][: len(found)])
 
-    def targets(self, index: int) -> list[list[float]]:
-        """For each sequence of a row, the targets of its trained tokens in order."""
+    def targets(self, index: int) -> list[list[float]] | list[list[list[float]]]:
+        """For each sequence of a row, the targets of its trained tokens in order; with several heads, a list of targets
+        for each of these tokens."""
         row = self._rows.row(int(self._usable[index]))
         match self._section.rows:
             case "pairs":
                 return [[float(row.extra.get(MARGIN) or 0.0)]] * 2
             case "scores":
-                return [[float(row.extra[SCORE])]]
+                scores = [float(value) for value in _values(row.extra, self._section.heads)]
+                return [[scores]] if self.num_heads > 1 else [scores]
             case "steps":
                 return [list(map(float, row.extra[LABELS]))]
 
@@ -116,6 +123,39 @@ def _scored(
         raise BadRow(f"{where}: no score: the row has {columns_of(raw)}; rm.rows=pairs reads chosen and rejected")
     _number(raw[SCORE], SCORE, where)
     return _scorable(row, where)
+
+
+def _scored_by_heads(
+    raw: dict[str, Any],
+    config: DataConfig,
+    fixed_domain: str | None,
+    where: str,
+    padded: bool = False,
+    folder: Path = Path(),
+    *,
+    heads: int | list[str],
+) -> Row:
+    """A prompt, an answer, and a score for each head: in the column of its name, or in the list `score`."""
+    row = parse_row(raw, config, fixed_domain, where, padded, folder)
+    if isinstance(heads, int):
+        scores = raw.get(SCORE)
+        if not isinstance(scores, list) or len(scores) != heads:
+            found = f"{len(scores)} numbers" if isinstance(scores, list) else repr(scores)[:40]
+            raise BadRow(f"{where}: score must be a list of rm.heads={heads} numbers, got {found}")
+    elif lacking := [name for name in heads if raw.get(name) is None]:
+        has = f"{len(heads) - len(lacking)} of the {len(heads)} scores in rm.heads"
+        raise BadRow(f"{where}: no {', '.join(lacking)}: the row has {has}, and the columns {columns_of(raw)}")
+    names = heads if isinstance(heads, list) else [f"{SCORE}[{place}]" for place in range(heads)]
+    for name, value in zip(names, _values(raw, heads), strict=True):
+        _number(value, name, where)
+    return _scorable(row, where)
+
+
+def _values(columns: dict[str, Any], heads: int | list[str]) -> list[Any]:
+    """What a row has for each head."""
+    if isinstance(heads, list):
+        return [columns[name] for name in heads]
+    return [columns[SCORE]] if heads == 1 else list(columns[SCORE])
 
 
 def _stepwise(

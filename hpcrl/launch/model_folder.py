@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from hpcrl.config import Config
 from hpcrl.models.families import PLANNED, family_of, read_shape
+from hpcrl.models.head_labels import labels_in, refusal
 from hpcrl.models.mtp import num_mtp_layers
 from hpcrl.models.shape import CannotPlanError, decoder_keys, wrong_size
 from hpcrl.models.transformers_models import SCALAR_HEADS
@@ -90,14 +91,10 @@ def inspect_model(path: Path, to_plan: bool = False, weightless: bool = False) -
     return found
 
 
-def check_scalar_head(found: ModelFolder) -> Iterator[str]:
-    """A line if config.json describes no model with one scalar per sequence, as hpcrl.engines.scalar loads it."""
-    names = found.config.get("architectures")
-    name = str(names[0]) if isinstance(names, list) and names else "no architecture"
-    labels = found.config.get("num_labels", len(found.config.get("id2label") or (0, 1)))
-    if found.config and (not name.endswith(SCALAR_HEADS) or labels != 1):
-        what = f"{found.path} is of {name} with {labels} label(s)"
-        yield f"model.path: {what}; a reward model is ...{' or ...'.join(SCALAR_HEADS)} with one label"
+def check_scalar_head(found: ModelFolder, weights: Mapping[str, float]) -> Iterator[str]:
+    """A line if config.json describes no reward model, as hpcrl.engines.scalar loads it with `weights` of the heads."""
+    if found.config and (text := refusal(found.config, weights)):
+        yield f"model.path: {found.path} {text}"
 
 
 def check_first_head(config: Config, found: ModelFolder) -> Iterator[str]:
@@ -111,11 +108,17 @@ def check_first_head(config: Config, found: ModelFolder) -> Iterator[str]:
             f"model.path: {found.path} has the head of {name}, and rm.rows={config.head_training.rows} trains one of "
             f"...{wanted}; give a language model, or a model of this kind"
         )
-    elif shape is not None and shape[0] != 1:
+    elif shape is not None and shape[0] != (wants := len(config.head_training.labels)):
         yield (
-            f"model.path: the head of {found.path} has {shape[0]} labels, and a row gives one number; give a language "
-            "model, or a reward model with one label"
+            f"model.path: the head of {found.path} has {shape[0]} label{'s' * (shape[0] != 1)}, and a row gives "
+            f"{wants} number{'s' * (wants != 1)} (rm.heads); give a language model, or a reward model with {wants}"
         )
+    elif shape is not None and isinstance(config.head_training.heads, list):
+        if (has := labels_in(found.config)) != config.head_training.heads:
+            yield (
+                f"model.path: the heads of {found.path} are {', '.join(has)}, and rm.heads has "
+                f"{', '.join(config.head_training.heads)}; give the same names in the same order, or a language model"
+            )
     elif name and not name.endswith((*SCALAR_HEADS, "ForCausalLM", "LMHeadModel")):
         yield (
             f"model.path: {found.path} is of {name}, and a reward model is made of a text model; give a language model "
@@ -251,7 +254,7 @@ def _wrong_shapes(found: ModelFolder) -> Iterator[str]:
     expected = {p.name: p.shape for p in shape.parameters if p.split != "expert"}
     if HEAD in shapes:
         expected.pop("lm_head.weight", None)
-        expected[HEAD] = (1, shape.hidden_size)
+        expected[HEAD] = (len(labels_in(config)), shape.hidden_size)
     for name, wanted in expected.items():
         if name not in shapes:
             yield f"{name} is missing from the weights"

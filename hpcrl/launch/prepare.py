@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -307,7 +308,8 @@ def _check_reward_model(reading: LoadedConfig, config: Config) -> Config:
     if not config.asks("reward_model") or config.reward_model.path is None:
         return config
     own = config.reward_model
-    path, found, problems = _look_into("reward_model", config.reward_model.path, config.dry_run, check_scalar_head)
+    check = functools.partial(check_scalar_head, weights=own.head_weights)
+    path, found, problems = _look_into("reward_model", config.reward_model.path, config.dry_run, check)
     if found is not None and found.max_positions is not None and own.max_tokens > found.max_positions:
         text = f"{own.max_tokens} exceeds max_position_embeddings of {path} = {found.max_positions}"
         at = ("reward_model", "max_tokens")

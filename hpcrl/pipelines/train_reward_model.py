@@ -34,6 +34,9 @@ def _check(config: Any) -> Iterator[Problem]:
             "the role reward_model renders dialogues without variables; write them into the chat template",
         ),
     )
+    if config.rm.heads != 1 and config.rm.rows != "scores":
+        text = f"{len(config.rm.labels)} heads learn from a row's scores; use rm.rows=scores, or leave it out"
+        yield Problem(("rm", "heads"), f"rm.heads: {text}", (*cause, ("rm", "rows")))
     for wrong, key, text in refused:
         if wrong:
             yield Problem(key, f"{'.'.join(key)}: {text}", cause)

@@ -178,7 +178,7 @@ def trained_shape(config: Config, policy: ModelShape) -> ModelShape:
     if not config.trains_head:
         return policy
     body = tuple(p for p in policy.parameters if not p.name.startswith(("lm_head.", "score.")))
-    head = Parameter("score.weight", (1, policy.hidden_size), "whole")
+    head = Parameter("score.weight", (len(config.head_training.labels), policy.hidden_size), "whole")
     return replace(policy, parameters=(*body, head))
 
 

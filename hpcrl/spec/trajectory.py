@@ -243,9 +243,10 @@ declare(
         "float32",
         Level.TOKEN,
         Origin.PACKING,
-        "at trained tokens what the value before the token learns: a pair's margin, a score or a step's label; only of "
-        "rows for a value head",
+        "at trained tokens what the value before the token learns: a pair's margin, a score (with several heads, the "
+        "score of each) or a step's label; only of rows for a value head",
         optional=True,
+        any_width=True,
     ),
     Field(
         "on_policy",

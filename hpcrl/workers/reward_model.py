@@ -1,4 +1,4 @@
-"""The reward model role: a frozen model with a scalar head on a rank of the run, which scores dialogues.
+"""The reward model role: a frozen model with a scalar head, or several, on a rank of the run, which scores dialogues.
 
 Requests that arrive during a forward pass are batched into the next one, oldest first.
 """
@@ -47,6 +47,7 @@ class RewardModelRole:
             device="cuda" if torch.cuda.is_available() else "cpu",
             max_batch_tokens=config.max_tokens_per_batch,
             alone=worker.config.deterministic,
+            weights=config.head_weights,
         )
         self._most_in_pass = config.max_tokens_per_batch
         self._waiting: deque[tuple[Question, list[int]]] = deque()
@@ -70,10 +71,12 @@ class RewardModelRole:
                 question.refuse(f"{type(error).__name__}: {error}")
         self._load.note(len(self._waiting))
         batch = self._next()
-        scores = self.model.scores([ids for _, ids in batch])
-        for (question, _), score in zip(batch, scores, strict=True):
+        values = self.model.values([ids for _, ids in batch])
+        scores = [self.model.score(own) if all(map(math.isfinite, own)) else math.nan for own in values]
+        for (question, _), own, score in zip(batch, values, scores, strict=True):
             if math.isfinite(score):
-                question.answer({"score": score})
+                heads = dict(zip(self.model.labels, own, strict=True)) if len(own) > 1 else {}
+                question.answer({"score": score, "heads": heads})
             else:
                 question.refuse(f"the score is {score}")
         self._load.answered(sum(map(math.isfinite, scores)))

@@ -347,10 +347,11 @@ def batch_of_rows(rows: SFTRows, sequences: Sequence[int], answers: Sequence[int
     if rows.kind != "answers":
         batch.chosen = torch.tensor([row.chosen[k] for row, k in parts], dtype=torch.bool)
     if isinstance(rows, HeadRows):
-        batch.targets = torch.zeros(batch.num_tokens)
+        batch.targets = torch.zeros(batch.num_tokens, *((rows.num_heads,) if rows.num_heads > 1 else ()))
         of_row = {row: rows.targets(row) for row in encoded}
         given = [of_row[row][n % rows.per_row] for n, row in zip(sequences, groups, strict=True)]
-        batch.targets[batch.loss_mask] = torch.tensor([target for each in given for target in each])
+        targets = torch.tensor([target for each in given for target in each])
+        batch.targets[batch.loss_mask] = targets.view(-1, *batch.targets.shape[1:])
     return batch
 
 

@@ -101,6 +101,29 @@ def test_scores_have_the_mean_squared_error() -> None:
     )
 
 
+def test_several_scores_have_the_mean_squared_error_over_answers_and_heads() -> None:
+    objective = make(HeadTrainingConfig(rows="scores", heads=["helpful", "short"]))
+    batch = make_batch([[0.0], [0.0], [0.0]])
+    scores, values = (
+        torch.tensor([[1.0, 4.0], [-2.0, 0.0], [0.5, 1.0]]),
+        torch.tensor([[3.0, 4.0], [-2.0, 1.0], [0, 0]]),
+    )
+
+    def of(rows: list[int]) -> tuple[float, dict[str, float]]:
+        part = batch.select(rows)
+        part.targets, given = torch.zeros(part.num_tokens, 2), torch.full((part.num_tokens, 2), 7.0)
+        part.targets[part.loss_mask], given[part.loss_mask] = scores[rows], values[rows]
+        part.check_shapes()
+        loss, stats = objective.loss(Outputs(torch.zeros(part.num_tokens), values=given), part, Norms(3, 3))
+        return loss.item(), flatten(stats)
+
+    loss, stats = of([0, 1, 2])
+    assert [loss, stats["rm/loss"]] == pytest.approx([(4 + 1 + 0.25 + 1) / 6] * 2)
+    assert stats["rm/error/helpful"] == pytest.approx(2.5 / 3) and stats["rm/error/short"] == pytest.approx(2 / 3)
+    assert stats["rm/error"] == pytest.approx(4.5 / 6)
+    assert of([0])[0] + of([2, 1])[0] == pytest.approx(loss)
+
+
 def test_labels_of_steps_have_the_cross_entropy_of_all_steps() -> None:
     objective, batch = make(HeadTrainingConfig(rows="steps")), make_batch([[1.0, 0.0], [1.0]])
     values, norms = [2.0, 1.0, -1.0], Norms(3, 2)

@@ -80,6 +80,24 @@ def test_a_score_is_read_before_tokens_of_padding(tmp_path: Path, tokenizer: Any
     assert scored_index([3, 4, 0, 5, 0, 0], 0) == 3 and scored_index([0, 0], 0) == 0
 
 
+@pytest.mark.parametrize("heads", ["[correctness,helpfulness]", "2"])
+def test_several_scores_of_an_answer_are_targets_in_the_order_of_the_heads(
+    tmp_path: Path, tokenizer: Any, heads: str
+) -> None:
+    """Rows of HelpSteer's form, and with a list."""
+    row = {"prompt": "2+2?", "response": "4", "helpfulness": 3, "correctness": 4, "coherence": 2, "score": [4, 3]}
+    other = {**row, "helpfulness": 0.5, "score": [4, 0.5]}
+    rows = head_rows(tmp_path, tokenizer, [row, other], "rm.rows=scores", f"rm.heads={heads}")
+    assert [rows.targets(place) for place in (0, 1)] == [[[[4.0, 3.0]]], [[[4.0, 0.5]]]]
+    batch = batch_of_rows(rows, [1, 0]).check()
+    assert batch.targets is not None and batch.targets[batch.loss_mask].tolist() == [[4.0, 0.5], [4.0, 3.0]]
+    assert not batch.targets[~batch.loss_mask].any()
+    empty = batch_of_rows(rows, []).check()
+    assert empty.targets is not None and empty.targets.shape == (0, 2)
+    (named,) = head_rows(tmp_path, tokenizer, [row], "rm.rows=scores", "rm.heads=[coherence]").targets(0)
+    assert named == [2.0]
+
+
 def test_steps_are_scored_at_their_last_tokens(tmp_path: Path, tokenizer: Any) -> None:
     """A row of TRL's form for stepwise supervision."""
     row = {"prompt": "2+2+2?", "completions": ["2+2 is 4.", "4+2 is 7."], "labels": [True, False]}

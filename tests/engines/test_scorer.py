@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,9 +65,9 @@ NORMS = Norms(6.0, 6.0)
 OBJECTIVE = BradleyTerry(center_coef=0.1)
 
 
-def make_scorer(folder: Path, **own: Any) -> FSDP2Scorer:
+def make_scorer(folder: Path, labels: Sequence[str] = (), **own: Any) -> FSDP2Scorer:
     trainer = TrainerConfig(lr=0.02, max_grad_norm=100.0)
-    return FSDP2Scorer(trainer, folder, own=FSDP2Config(**own), dtype=torch.float32, total_steps=8)
+    return FSDP2Scorer(trainer, folder, own=FSDP2Config(**own), dtype=torch.float32, total_steps=8, labels=labels)
 
 
 def of_transformers(folder: Path) -> tuple[list[float], dict[str, Tensor]]:
@@ -163,7 +164,7 @@ def test_two_ranks_match_one(own: dict[str, int], tmp_path: Path) -> None:
 def test_other_engines_train_export_and_save_the_same_model(engine: str, tmp_path: Path) -> None:
     folder, batch, plan = make_reward_model(tmp_path / "model"), pairs(), [[2, 3], [0, 1, 4, 5]]
     with process_group(0, 1, str(tmp_path / "world")):
-        ours, theirs = make_scorer(folder), _make(engine, folder)
+        ours, theirs = make_scorer(folder), make_engine(engine, folder)
         assert scores_of(theirs, batch) == pytest.approx(scores_of(ours, batch), abs=1e-5)
         for _ in range(2):
             stats = [one.train_step(batch, plan, OBJECTIVE, NORMS) for one in (ours, theirs)]
@@ -185,14 +186,18 @@ def test_other_engines_train_export_and_save_the_same_model(engine: str, tmp_pat
         assert of_transformers(tmp_path / "converted")[0] == of_transformers(tmp_path / "hf")[0]
 
 
-def _make(engine: str, folder: Path) -> Any:
+def make_engine(engine: str, folder: Path, **more: Any) -> Any:
+    """The reward model's engine of this name."""
+    if engine == "fsdp2":
+        return make_scorer(folder, **more)
     trainer = TrainerConfig(lr=0.02, max_grad_norm=100.0, engine=engine)
     if engine == "megatron":
         from hpcrl.engines.train.megatron.critic import MegatronScorer
         from hpcrl.engines.train.megatron.spec import MegatronConfig
 
-        return MegatronScorer(trainer, folder, own=MegatronConfig(), total_steps=8)
+        return MegatronScorer(trainer, folder, own=MegatronConfig(), total_steps=8, **more)
     from hpcrl.engines.train.deepspeed.critic import ZeroScorer
     from hpcrl.engines.train.deepspeed.spec import DeepSpeedConfig
 
-    return ZeroScorer(trainer, folder, zero=DeepSpeedConfig(zero_stage=2), dtype=torch.float32, total_steps=8)
+    own = DeepSpeedConfig(zero_stage=2)
+    return ZeroScorer(trainer, folder, zero=own, dtype=torch.float32, total_steps=8, **more)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import re
 import subprocess
@@ -13,11 +15,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.cluster.placement import Placement
-from hpcrl.config import Config, load
+from hpcrl.config import Config, TinyModel, load
+from hpcrl.engines.tiny import make_tiny_model
 from hpcrl.launch.__main__ import main
 from hpcrl.metrics.log import read_metrics
 from hpcrl.system.exit_codes import ExitCode
@@ -154,6 +157,38 @@ def test_the_tiny_recipe_runs_to_its_end(large: Any, tmp_path: Path) -> None:
         raise AssertionError(log.read_text()) from None
     assert [row["step"] for row in read_metrics(run_dir)][-1] == 5
     assert (run_dir / "finished.json").exists() and list((run_dir / "hf").glob("*.safetensors"))
+
+
+@pytest.mark.timeout(600)
+def test_the_twins_without_rl_run_to_their_ends(large: Any, tmp_path: Path) -> None:
+    """Each learns, scores or writes what its large recipe does."""
+    student, teacher = tmp_path / "student", tmp_path / "teacher"
+    make_tiny_model(TinyModel(hidden_size=32, num_heads=2), student)
+    make_tiny_model(TinyModel(hidden_size=48, num_heads=2, initializer_range=0.2, seed=7), teacher)
+    words = {
+        "distill_tiny": ["max_steps=1", f"model.path={student}", f"teacher.path={teacher}"],
+        "dpo_tiny": ["max_steps=1", "eval_every=1"],
+        "reward_model_tiny": ["max_steps=2", "eval_every=2", "rm.batch_size=8", "eval.num_prompts=8"],
+        "generate_tiny": ["generate.num_prompts=8"],
+    }
+    for name, given in words.items():
+        log = tmp_path / f"{name}.log"
+        job = sbatch(large, f"--output={log}", str(script(name)), f"run_dir={tmp_path / name}", *given)
+        try:
+            wait_state(large, tmp_path / name, job, ["COMPLETED"])
+        except AssertionError:
+            raise AssertionError(log.read_text()) from None
+        assert (tmp_path / name / "finished.json").exists()
+
+    last = {name: read_metrics(tmp_path / name)[-1] for name in words if name != "generate_tiny"}
+    assert last["distill_tiny"]["distill/reverse_kl"] > 1
+    assert last["dpo_tiny"]["loss"] == pytest.approx(math.log(2)) and last["dpo_tiny"]["val/loss"] < math.log(2)
+    assert last["reward_model_tiny"]["val/accuracy"] > 0  # a new head is zero, and counts no pair as right
+    architectures = [AutoConfig.from_pretrained(tmp_path / name / "hf").architectures for name in last]
+    assert architectures == [["Qwen2ForCausalLM"]] * 2 + [["Qwen2ForSequenceClassification"]]
+    counts = json.loads((tmp_path / "generate_tiny" / "generation.json").read_bytes())["counts"]
+    rows = (tmp_path / "generate_tiny" / "rows.jsonl").read_text().splitlines()
+    assert (counts["prompts"], counts["responses"], counts["rows"]) == (8, 32, len(rows)) and rows
 
 
 def test_overrides_added_by_hand_cannot_change_the_nodes(large: Any, tmp_path: Path) -> None:

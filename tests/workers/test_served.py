@@ -229,6 +229,30 @@ def test_a_request_of_a_deterministic_run_is_reproducible(serving: Any, echo: Pa
     assert asked[0] == asked[1] and len(set(asked)) == 4
 
 
+def test_heads_of_a_reward_model_are_combined_with_their_weights(serving: Any, tmp_path: Path) -> None:
+    import torch
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    folder = make_reward_model(tmp_path / "model")
+    model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=3, ignore_mismatched_sizes=True)
+    torch.nn.init.normal_(model.score.weight)
+    model.config.id2label = {0: "helpful", 1: "right", 2: "long"}
+    model.save_pretrained(folder)
+    own = {"path": str(folder), "head_weights": {"long": -0.5, "helpful": 2.0}}
+    rank = serving(RewardModelRole, reward_model=own, reward={"default": {"name": "reward_model"}})
+    threading.Thread(target=go_with, args=(2, [rank])).start()
+    found = score([rank.role.url], "reward_model", {}, [RewardItem(n, "d", "?", "x" * n) for n in (1, 2)])
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    for number, each in zip((1, 2), found, strict=True):
+        asked = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "x" * number}]
+        ids = tokenizer.apply_chat_template(asked, return_dict=False)
+        with torch.no_grad():
+            helpful, right, long = model(torch.tensor([ids])).logits[0].tolist()
+        assert each.reward == pytest.approx(2 * helpful - 0.5 * long, abs=1e-5)
+        told = {"head/helpful": helpful, "head/right": right, "head/long": long}
+        assert {name: each.metrics[name] for name in told} == pytest.approx(told, abs=1e-5)
+
+
 def test_a_reward_model_scores_dialogues_like_transformers(serving: Any, tmp_path: Path) -> None:
     import torch
     from transformers import AutoModelForSequenceClassification, AutoTokenizer

@@ -127,9 +127,9 @@ class ValueEngine(Protocol):
     logprobs() are not called."""
 
     def values(self, batch: Batch, micro_batches: MicroBatches) -> Tensor | None:
-        """float32 [T] on the host, like the batch: at tokens of loss_mask in the rows of micro_batches, the value of
-        the state before the token; 0 elsewhere. Ranks that hold no outputs may return None. Collective over the
-        engine's ranks. No gradients."""
+        """float32 [T], or [T, heads] of a model with several heads, on the host, like the batch: at tokens of loss_mask
+        in the rows of micro_batches, the value of the state before the token; 0 elsewhere. Ranks that hold no outputs
+        may return None. Collective over the engine's ranks. No gradients."""
 
 
 @runtime_checkable

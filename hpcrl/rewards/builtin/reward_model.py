@@ -26,7 +26,8 @@ SHARE = 0.9
 
 class RewardModelReward(Reward):
     """The reward is the model's score of the whole dialogue, shifted and scaled, or its sigmoid; the score is 1 if the
-    reward is at least `threshold`. The metric `raw` is the model's score. A worker process has up to
+    reward is at least `threshold`. The metric `raw` is the model's score, and
+    `head/NAME` the value of each of several heads. A worker process has up to
     reward.*.concurrency open requests, and a rank scores requests that arrive together in one forward pass."""
 
     pool = "async"
@@ -59,15 +60,16 @@ class RewardModelReward(Reward):
         assert self._endpoint is not None, "started before the first response"
         counts: Counter[str] = Counter()
         try:
-            answer = self._endpoint.ask({"messages": dialogue(item)}, time.monotonic() + self._timeout_s, counts)
-            raw = float(json.loads(answer)["score"])
+            asked = {"messages": dialogue(item)}
+            answer = json.loads(self._endpoint.ask(asked, time.monotonic() + self._timeout_s, counts))
+            raw, heads = float(answer["score"]), {f"head/{name}": float(x) for name, x in answer["heads"].items()}
         except EndpointError as error:
             return failed(str(error))
         options = self.options
         reward = (raw - options.shift) * options.scale
         if options.sigmoid:
             reward = 0.5 * (1 + math.tanh(reward / 2))  # without overflow
-        metrics = {"raw": raw, "requests": float(counts["requests"]), "retries": float(counts["retries"])}
+        metrics = {"raw": raw, **heads, "requests": float(counts["requests"]), "retries": float(counts["retries"])}
         return Score(reward, float(reward >= options.threshold), metrics=metrics)
 
 

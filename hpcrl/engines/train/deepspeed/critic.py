@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from hpcrl.config import Config
 from hpcrl.engines.train.deepspeed.engine import ZeroEngine
 from hpcrl.engines.train.deepspeed.spec import DeepSpeedConfig
-from hpcrl.engines.train.fsdp2.critic import HEAD, FSDP2Critic, FSDP2Scorer, PackedCritic, scores_sequences
+from hpcrl.engines.train.fsdp2.critic import HEAD, FSDP2Critic, FSDP2Scorer, PackedCritic, labels_of, scores_sequences
 from hpcrl.engines.train.fsdp2.engine import arguments, spread
 from hpcrl.rollout.batch import Batch
 
@@ -20,8 +20,10 @@ from hpcrl.rollout.batch import Batch
 def make(config: Config, model_path: Path, total_steps: int) -> ZeroCritic:
     """The critic's engine; `config` as for FSDP2's. Collective over the default group."""
     own = config.trainer.section(DeepSpeedConfig)
-    kind = ZeroScorer if scores_sequences(config) else ZeroCritic
-    return kind(config.trainer, model_path, zero=own, **arguments(config, total_steps))
+    given = arguments(config, total_steps)
+    if scores_sequences(config):
+        return ZeroScorer(config.trainer, model_path, zero=own, labels=labels_of(config), **given)
+    return ZeroCritic(config.trainer, model_path, zero=own, **given)
 
 
 class ZeroPackedCritic(PackedCritic):

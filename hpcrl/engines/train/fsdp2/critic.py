@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -31,6 +31,7 @@ from hpcrl.engines.train.fsdp2.model import PackedCausalLM, empty_model, read_mo
 from hpcrl.engines.train.fsdp2.model_kind import Kind, body_of
 from hpcrl.engines.train.fsdp2.packed_attention import PackedLayout
 from hpcrl.engines.train.fsdp2.spec import FSDP2Config
+from hpcrl.models.head_labels import label_keys
 from hpcrl.rollout.batch import Batch, MicroBatches
 
 HEAD = "score"
@@ -55,8 +56,15 @@ def make(config: Config, model_path: Path, total_steps: int) -> FSDP2Critic:
     """The critic's engine; `config` is Config.of_critic(), or that of a pipeline that trains a head. Collective over
     the default group."""
     own = config.trainer.section(FSDP2Config)
-    kind = FSDP2Scorer if scores_sequences(config) else FSDP2Critic
-    return kind(config.trainer, model_path, own=own, **arguments(config, total_steps))
+    given = arguments(config, total_steps)
+    if scores_sequences(config):
+        return FSDP2Scorer(config.trainer, model_path, own=own, labels=labels_of(config), **given)
+    return FSDP2Critic(config.trainer, model_path, own=own, **given)
+
+
+def labels_of(config: Config) -> tuple[str, ...]:
+    """The names of a reward model's heads; none for one head without a name."""
+    return () if config.head_training.heads == 1 else tuple(config.head_training.labels)
 
 
 def scores_sequences(config: Config) -> bool:
@@ -116,9 +124,11 @@ class PackedCritic(PackedCausalLM):
         before: Tensor,
         images: ImageInputs | None,
     ) -> Tensor:
-        """float32 [N]: the values of the states after the tokens `before`; arguments and ranks as in forward()."""
+        """float32 [N], or [N, heads] with several heads: the values of the states after the tokens `before`; arguments
+        and ranks as in forward()."""
         states, mine = self._states(token_ids, positions, layout, before, images)
-        values: Tensor = self.hf.get_submodule(HEAD)(states.float()).sum(1)  # one label; not a view, for FSDP
+        values: Tensor = self.hf.get_submodule(HEAD)(states.float())
+        values = values.sum(1) if values.shape[1] == 1 else values  # not a view, for FSDP
         return values if layout is None or mine is None else assemble(values, mine, len(before), layout.ranks.all)
 
 
@@ -152,7 +162,7 @@ class FSDP2Critic(FSDP2Engine):
         return Outputs(torch.zeros_like(values), values=values)
 
     def _values(self, batch: Batch) -> Tensor:
-        """float32 [T], 0 outside loss_mask."""
+        """float32 [T], or [T, heads], 0 outside loss_mask."""
         inputs, places = self._inputs(batch)
         return spread(self.model.values(*inputs), places, batch)
 
@@ -163,10 +173,16 @@ class FSDP2Critic(FSDP2Engine):
 
 
 class FSDP2Scorer(FSDP2Critic):
-    """The critic's engine for a reward model: its head has no bias, and its exports have a padding token, with which
-    transformers finds a sequence's end."""
+    """The critic's engine for a reward model: its head has no bias and may have several labels, and its exports have a
+    padding token, with which transformers finds a sequence's end."""
 
     kind = SCORER
+
+    def __init__(self, *given: Any, labels: Sequence[str] = (), **named: Any):
+        """As FSDP2Engine. `labels` are the names of the heads, if they have names or there are several."""
+        if labels:
+            self.kind = SCORER._replace(options=MappingProxyType(label_keys(labels)))
+        super().__init__(*given, **named)
 
     def _with_head(self, hf: PreTrainedModel) -> PreTrainedModel:
         found = super()._with_head(hf)

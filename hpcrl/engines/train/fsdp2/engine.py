@@ -447,11 +447,12 @@ class FSDP2Engine:
         return self._by_row(batch, micro_batches, lambda part: cast(Tensor, self._forward(part, temperature, True)[1]))
 
     def _by_row(self, batch: Batch, micro_batches: MicroBatches, compute: Callable[[Batch], Tensor]) -> Tensor:
-        """float32 [T] on the host: the values computed for each micro-batch's tokens, 0 for rows in no micro-batch."""
+        """float32 [T, ...] on the host: the values computed for each micro-batch's tokens, 0 for rows in no
+        micro-batch."""
         split = self._split(micro_batches, batch.num_sequences)
         computed = [compute(batch.select(rows)) for rows in split]
         self._reshard()
-        return assemble_rows(batch, split, to_host(computed), torch.zeros(0))
+        return assemble_rows(batch, split, to_host(computed), computed[0].cpu() if computed else torch.zeros(0))
 
     # ---- teaching
 

@@ -79,7 +79,7 @@ class MegatronEngine:
 
     computes = SPEC.computes
     chunk_class: type[GPTModel] = LogprobsModel
-    head_bias = True  # of a value head
+    head_bias, num_heads = True, 1  # of a value head
 
     def __init__(
         self,
@@ -126,7 +126,8 @@ class MegatronEngine:
         core = transformer_config(self.description, self.own, self.dtype, deterministic=deterministic)
         chunks = build(self.description, self.own, core, self.chunk_class)
         values = "values" in self.computes
-        self.weights = HFWeights(self.description, self.own, chunks, dist.get_world_size(), values, bias=self.head_bias)
+        given = (self.description, self.own, chunks, dist.get_world_size(), values)
+        self.weights = HFWeights(*given, bias=self.head_bias, heads=self.num_heads)
         for chunk in chunks:
             chunk.requires_grad_(trainable)
         if trainable and config.freeze:
@@ -281,8 +282,8 @@ class MegatronEngine:
     def _by_row(
         self, batch: Batch, micro_batches: MicroBatches, temperature: float, entropy: bool = False
     ) -> Tensor | None:
-        """float32 [T] on the host: the model's first output per token, or its entropy; None on ranks before the last
-        stage."""
+        """float32 [T, ...] on the host: the model's first output per token, or its entropy; None on ranks before the
+        last stage."""
 
         def use(micro_batch: Batch, *computed: Tensor) -> tuple[Tensor, Any]:
             values = computed[1 if entropy else 0]
@@ -292,7 +293,8 @@ class MegatronEngine:
         found = self._run(batch, micro_batches, temperature, use, forward_only=True, ask=lambda *_: asked)
         if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
             return None
-        return assemble_rows(batch, micro_batches, to_host(found), torch.zeros(0))
+        values = to_host(found)
+        return assemble_rows(batch, micro_batches, values, values[0])
 
     # ---- teaching
 

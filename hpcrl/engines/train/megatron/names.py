@@ -96,6 +96,7 @@ def table(
     stacked: bool = False,
     values: bool = False,
     bias: bool = True,
+    heads: int = 1,
 ) -> NameTable:
     """The table for a config.json's model.
 
@@ -105,6 +106,7 @@ def table(
             as in files.
         values: Use a critic's head instead of the vocabulary projection.
         bias: Whether a critic's head has a bias; a reward model's has none.
+        heads: Number of a reward model's heads.
 
     ValueError if the family has no table or a size is missing.
     """
@@ -125,7 +127,7 @@ def table(
         found += [replace(_below(entry, at, hf), layer=layer) for entry in inside]
     found.append(copied("decoder.final_layernorm.weight", "model.norm.weight", around[1:], "norm"))
     if values:
-        found.append(copied(HEAD, f"{VALUE_HEAD}.weight", (1, model.hidden), "head"))
+        found.append(copied(HEAD, f"{VALUE_HEAD}.weight", (heads, model.hidden), "head"))
         found += [copied("output_layer.bias", f"{VALUE_HEAD}.bias", (1,), "head")] if bias else []
     elif not model.tied:
         found.append(copied(HEAD, "lm_head.weight", around, "head", split=0, count=vocabulary))

@@ -54,9 +54,10 @@ class MegatronWeights:
             )
         head = checkpoint.tensors.get(prefix + HEAD)
         bias = prefix + HEAD.replace("weight", "bias") in checkpoint.tensors
-        self.values = bias or (head is not None and head.shape[0] == 1)
-        local = table(config, "local", rows, stacked, self.values, bias)
-        fused = table(config, "fused", rows, stacked, self.values, bias)
+        self.values = bias or (head is not None and head.shape[0] < rows)
+        heads = head.shape[0] if head is not None and self.values else 1
+        local = table(config, "local", rows, stacked, self.values, bias, heads)
+        fused = table(config, "fused", rows, stacked, self.values, bias, heads)
         self._where = self._find(local, fused)
         self.shapes = local.shapes
         self._rows: dict[str, list[tuple[Entry, int, int, int]]] = {name: [] for name in self.shapes}

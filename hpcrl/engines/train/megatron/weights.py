@@ -103,11 +103,12 @@ class HFWeights:
         values: bool = False,
         adapters: NameTable | None = None,
         bias: bool = True,
+        heads: int = 1,
     ):
         """`values` means that the model is a critic, whose head is zero if the folder has none, with a `bias` or
-        without. `adapters` is the table of the adapters in the chunks, to which all methods then refer instead of the
-        model's own weights."""
-        self._values, self._adapters, self._bias = values, adapters, bias
+        without, or a reward model with so many `heads`. `adapters` is the table of the adapters in the chunks, to which
+        all methods then refer instead of the model's own weights."""
+        self._values, self._adapters, self._bias, self._heads = values, adapters, bias, heads
         self._megatron, self._chunks, self._num_ranks = megatron, chunks, num_ranks
         self._description = model
         self._stages = split_layers(model.shape.num_layers, megatron) or []
@@ -150,7 +151,7 @@ class HFWeights:
             return self._adapters
         layers: LayerSpec = "fused" if torch.cuda.is_available() else "copied"
         padded = padded_vocabulary(self._description.shape.vocab_size, self._megatron)
-        return table(self._description.json, layers, padded, stacked, self._values, self._bias)
+        return table(self._description.json, layers, padded, stacked, self._values, self._bias, self._heads)
 
     def _own_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Each chunk's parameters under the full model's names, without the second copy of a tied embedding."""
