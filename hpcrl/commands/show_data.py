@@ -21,7 +21,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,12 +34,13 @@ from hpcrl.config.part_names import section_name
 from hpcrl.data.answers import LeftOut, turns_of
 from hpcrl.data.chat import bind, encode, plain, render
 from hpcrl.data.files import BadRow
+from hpcrl.data.head_rows import head_row_reader
 from hpcrl.data.pair_forms import is_pair
 from hpcrl.data.places import open_table
 from hpcrl.data.rendering import RowCheck
 from hpcrl.data.row_kinds import READERS
 from hpcrl.data.row_lengths import LengthLimit
-from hpcrl.data.rows import RESPONSE_KEYS, Row, keys_of, sources
+from hpcrl.data.rows import RESPONSE_KEYS, ReadRow, Row, keys_of, parse_row, sources
 from hpcrl.data.survey import MAX_MEASURED, Pair, Survey, quantiles, survey
 from hpcrl.data.tasks import Split
 from hpcrl.data.template_forms import TemplateRefusal
@@ -55,15 +56,32 @@ LABEL = 12
 
 
 @dataclass(frozen=True)
+class OwnRows:
+    """The rows of data.train: their kind and parser, whether those of data.val are alike, and the longest sequence if
+    the pipeline has a key of its own for it."""
+
+    kind: RowKind
+    read: ReadRow
+    validates: bool = False
+    limit: LengthLimit | None = None
+
+    @classmethod
+    def of(cls, kind: RowKind, validates: bool = False) -> OwnRows:
+        return cls(kind, READERS[kind], validates)
+
+
+@dataclass(frozen=True)
 class Reading:
-    """How rows are read: the keys of `data`, the seed, the kind of the rows of data.train, the model's folder, and the
-    longest sequence if the pipeline has a key of its own for it."""
+    """How rows are read: the keys of `data`, the seed, the pipeline's rows, and the model's folder."""
 
     config: DataConfig
     seed: int
-    kind: RowKind
+    own: OwnRows
     model: str | None
-    own_limit: LengthLimit | None = None
+
+    @property
+    def kind(self) -> RowKind:
+        return self.own.kind
 
     @functools.cached_property
     def template(self) -> Any:
@@ -89,9 +107,9 @@ class Reading:
         check: Callable[[Row, str], str] | None = None
         if self.template is not None and self.template.chat_template:
             check = RowCheck(self.template, str(self.model), self.config).problem_of
-        kind = self.kind if split == "train" else "answers"
-        parts = self.parts if kind != "answers" else None
-        return survey(self.config, split, self.seed, self.length, check, READERS[kind], parts)
+        own = split == "train" or self.own.validates
+        parts = self.parts if own and self.kind != "answers" else None
+        return survey(self.config, split, self.seed, self.length, check, self.own.read if own else parse_row, parts)
 
     def parts(self, row: Row) -> dict[str, int]:
         """Lengths of a row's answers by name, and of its longer sequence; empty if the template refuses the row."""
@@ -165,41 +183,33 @@ def _reading(given: Sequence[str], val: Sequence[str], file: str | None) -> Read
     model = (composition.data.get("model") or {}).get("path")
     if model and not Path(model).is_dir():
         raise ValueError(f"model.path: {model} is no folder; lengths are in tokens of a model's tokenizer")
-    pipeline = composition.data.get("pipeline")
     seed = int(composition.data.get("seed", 0))
-    kind = _kind_of(composition.data) if pipeline else _kind_of_first_row(config, seed)
-    return Reading(config, seed, kind, model, _own_limit(composition.data) if pipeline else None)
+    own = _own_rows(composition.data) if composition.data.get("pipeline") else _first_rows(config, seed)
+    return Reading(config, seed, own, model)
 
 
-def _own_limit(data: Mapping[str, Any]) -> LengthLimit | None:
-    """The limit of a pipeline that trains a head, whose values _kind_of has checked."""
+def _own_rows(data: Mapping[str, Any]) -> OwnRows:
+    """The rows of data.train that the pipeline of these unchecked values takes."""
     pipeline = str(data["pipeline"])
     spec = PIPELINES[pipeline]
-    if not spec.trains_head or spec.section is None:
-        return None
+    if spec.section is None or spec.learns_from_rewards:
+        return OwnRows.of(spec.row_kind(None) if isinstance(spec.rows, str) else "answers")
     name = section_name(pipeline, spec)
-    section: Any = spec.section.model_validate(data.get(name) or {})
-    most = section.max_tokens
-    return LengthLimit(most, f"{name}.max_tokens={most}")
-
-
-def _kind_of(data: Mapping[str, Any]) -> RowKind:
-    """The kind of the rows of data.train that the pipeline of these unchecked values takes."""
-    pipeline = str(data["pipeline"])
     try:
-        spec = PIPELINES[pipeline]
-        if spec.section is None or spec.learns_from_rewards:
-            return spec.row_kind(None) if isinstance(spec.rows, str) else "answers"
-        name = section_name(pipeline, spec)
-        return spec.row_kind(SimpleNamespace(**{name: spec.section.model_validate(data.get(name) or {})}))
+        section: Any = spec.section.model_validate(data.get(name) or {})
     except ValidationError as error:
-        raise ValueError(
-            "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
-        ) from error
+        lines = [f"{name}.{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()]
+        raise ValueError("; ".join(lines)) from error
+    stand_in = SimpleNamespace(**{name: section}, section=lambda kind: section)
+    own = OwnRows.of(spec.row_kind(stand_in), spec.validates_rows(stand_in))
+    if not spec.trains_head:
+        return own
+    limit = LengthLimit(section.max_tokens, f"{name}.max_tokens={section.max_tokens}")
+    return replace(own, read=head_row_reader(section), limit=limit)
 
 
-def _kind_of_first_row(config: DataConfig, seed: int) -> RowKind:
-    """The kind of rows according to the columns of the first row of data.train that can be read."""
+def _first_rows(config: DataConfig, seed: int) -> OwnRows:
+    """The rows of data.train according to the columns of the first row of data.train that can be read."""
     for source in sources(config, "train"):
         table, keys = open_table(source, seed, "train"), keys_of(source, config)
         for index in range(len(table)):
@@ -208,8 +218,8 @@ def _kind_of_first_row(config: DataConfig, seed: int) -> RowKind:
             except BadRow:
                 continue
             labelled = isinstance(raw.get(keys.label_key), bool) and any(raw.get(key) for key in RESPONSE_KEYS)
-            return "pairs" if is_pair(raw, keys) else "labelled" if labelled else "answers"
-    return "answers"
+            return OwnRows.of("pairs" if is_pair(raw, keys) else "labelled" if labelled else "answers")
+    return OwnRows.of("answers")
 
 
 def _page(reading: Reading, found: dict[Split, Survey], overlap: tuple[int, Pair | None] | None) -> Iterator[str]:
@@ -219,7 +229,7 @@ def _page(reading: Reading, found: dict[Split, Survey], overlap: tuple[int, Pair
             yield _line(path, _rows(size), wide=True)
         usable = one.domains.total()
         yield _line("domains", ", ".join(f"{name} {count}" for name, count in one.domains.most_common()) or "none")
-        if split == "train" and reading.kind != "answers":
+        if (split == "train" or reading.own.validates) and reading.kind != "answers":
             yield from _parts(reading, one)
         else:
             yield _line("answers", f"in {usable - one.unanswered} of {_rows(usable)}")
@@ -260,10 +270,10 @@ def _parts(reading: Reading, one: Survey) -> Iterator[str]:
                 name, f"{_spread(lengths)} {'tokens' if reading.model else 'characters'}, of {_rows(len(lengths))}"
             )
     if reading.model and whole:
-        limit = reading.own_limit or LengthLimit.of(reading.config, Path(reading.model))
+        limit = reading.own.limit or LengthLimit.of(reading.config, Path(reading.model))
         over = sum(length > limit.max_tokens for length in whole) if limit.max_tokens is not None else 0
         rule = (
-            "which are skipped" if reading.own_limit else f"data.overlong_sequences={reading.config.overlong_sequences}"
+            "which are skipped" if reading.own.limit else f"data.overlong_sequences={reading.config.overlong_sequences}"
         )
         done = f", {rule}" if over else ""
         yield _line("sequences", f"{_spread(whole)} tokens; {over} above {limit.key}{done}")

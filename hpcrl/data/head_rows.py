@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-from hpcrl.config import Config, DataConfig
+from hpcrl.config import Config
+from hpcrl.config.head_training import HeadTrainingConfig
 from hpcrl.data.answers import EncodedRow, SFTRows, TrainedSequence
 from hpcrl.data.chat import encode, marked, render
 from hpcrl.data.dialogue_tokens import dialogue_tokens, padding_token, scored_index
@@ -16,7 +16,7 @@ from hpcrl.data.files import BadRow
 from hpcrl.data.pair_forms import LARGEST, number
 from hpcrl.data.pairs import parse_pair
 from hpcrl.data.row_lengths import LengthLimit, TooLong
-from hpcrl.data.rows import ReadRow, Row, RowSet, columns_of, learning_obstacle, parse_row
+from hpcrl.data.rows import RawContext, ReadRow, Row, RowSet, columns_of, learning_obstacle, parse_row
 from hpcrl.data.tasks import Split
 from hpcrl.data.template_forms import TemplateRefusal
 
@@ -24,9 +24,8 @@ MARGIN, SCORE, STEPS, LABELS = "margin", "score", "completions", "labels"
 """Columns, with TRL's names."""
 
 
-def head_row_reader(config: Config) -> ReadRow:
-    """The parser of this run's rows, which ends with BadRow for a row that cannot be learned from."""
-    section = config.head_training
+def head_row_reader(section: HeadTrainingConfig) -> ReadRow:
+    """The parser of a pipeline's rows, which ends with BadRow for a row that cannot be learned from."""
     if section.rows == "scores" and section.heads != 1:
         return functools.partial(_scored_by_heads, heads=section.heads)
     return READERS[section.rows]
@@ -44,7 +43,7 @@ class HeadRows(SFTRows):
         self.num_heads = len(self._section.labels)
         self.limit = LengthLimit(self._section.max_tokens, "rm.max_tokens")
         drop = config.data.unusable_rows == "drop"
-        self._rows = rows = RowSet(config.data, split, config.seed, read=head_row_reader(config), drop=drop)
+        self._rows = rows = RowSet(config.data, split, config.seed, read=head_row_reader(self._section), drop=drop)
         self._take_usable(rows)
         self._padding = padding_token(tokenizer)
 
@@ -94,61 +93,40 @@ class HeadRows(SFTRows):
         return TrainedSequence([*ids, ids[-1]], mask)
 
 
-def _pair(
-    raw: dict[str, Any],
-    config: DataConfig,
-    fixed_domain: str | None,
-    where: str,
-    padded: bool = False,
-    folder: Path = Path(),
-) -> Row:
+def _pair(raw: dict[str, Any], context: RawContext) -> Row:
     """A pair, and its margin in the column `margin`, if there is one."""
-    row = parse_pair(raw, config, fixed_domain, where, padded, folder)
+    row = parse_pair(raw, context)
     if row.extra.get(MARGIN) is not None:
-        _number(row.extra[MARGIN], MARGIN, where)
-    return _scorable(row, where)
+        _number(row.extra[MARGIN], MARGIN, context.where)
+    return _scorable(row, context.where)
 
 
-def _scored(
-    raw: dict[str, Any],
-    config: DataConfig,
-    fixed_domain: str | None,
-    where: str,
-    padded: bool = False,
-    folder: Path = Path(),
-) -> Row:
+def _scored(raw: dict[str, Any], context: RawContext) -> Row:
     """A prompt, an answer, and its score in the column `score`."""
-    row = parse_row(raw, config, fixed_domain, where, padded, folder)
+    row = parse_row(raw, context)
     if raw.get(SCORE) is None:
-        raise BadRow(f"{where}: no score: the row has {columns_of(raw)}; rm.rows=pairs reads chosen and rejected")
-    _number(raw[SCORE], SCORE, where)
-    return _scorable(row, where)
+        raise BadRow(
+            f"{context.where}: no score: the row has {columns_of(raw)}; rm.rows=pairs reads chosen and rejected"
+        )
+    _number(raw[SCORE], SCORE, context.where)
+    return _scorable(row, context.where)
 
 
-def _scored_by_heads(
-    raw: dict[str, Any],
-    config: DataConfig,
-    fixed_domain: str | None,
-    where: str,
-    padded: bool = False,
-    folder: Path = Path(),
-    *,
-    heads: int | list[str],
-) -> Row:
+def _scored_by_heads(raw: dict[str, Any], context: RawContext, *, heads: int | list[str]) -> Row:
     """A prompt, an answer, and a score for each head: in the column of its name, or in the list `score`."""
-    row = parse_row(raw, config, fixed_domain, where, padded, folder)
+    row = parse_row(raw, context)
     if isinstance(heads, int):
         scores = raw.get(SCORE)
         if not isinstance(scores, list) or len(scores) != heads:
             found = f"{len(scores)} numbers" if isinstance(scores, list) else repr(scores)[:40]
-            raise BadRow(f"{where}: score must be a list of rm.heads={heads} numbers, got {found}")
+            raise BadRow(f"{context.where}: score must be a list of rm.heads={heads} numbers, got {found}")
     elif lacking := [name for name in heads if raw.get(name) is None]:
         has = f"{len(heads) - len(lacking)} of the {len(heads)} scores in rm.heads"
-        raise BadRow(f"{where}: no {', '.join(lacking)}: the row has {has}, and the columns {columns_of(raw)}")
+        raise BadRow(f"{context.where}: no {', '.join(lacking)}: the row has {has}, and the columns {columns_of(raw)}")
     names = heads if isinstance(heads, list) else [f"{SCORE}[{place}]" for place in range(heads)]
     for name, value in zip(names, _values(raw, heads), strict=True):
-        _number(value, name, where)
-    return _scorable(row, where)
+        _number(value, name, context.where)
+    return _scorable(row, context.where)
 
 
 def _values(columns: dict[str, Any], heads: int | list[str]) -> list[Any]:
@@ -158,25 +136,18 @@ def _values(columns: dict[str, Any], heads: int | list[str]) -> list[Any]:
     return [columns[SCORE]] if heads == 1 else list(columns[SCORE])
 
 
-def _stepwise(
-    raw: dict[str, Any],
-    config: DataConfig,
-    fixed_domain: str | None,
-    where: str,
-    padded: bool = False,
-    folder: Path = Path(),
-) -> Row:
+def _stepwise(raw: dict[str, Any], context: RawContext) -> Row:
     """A prompt, the steps of an answer in `completions`, and whether each is right in `labels`."""
     steps, labels = raw.get(STEPS), raw.get(LABELS)
     if not isinstance(steps, list) or not steps or not all(isinstance(step, str) and step.strip() for step in steps):
         text = "completions must be a list of texts, the steps of an answer"
-        raise BadRow(f"{where}: {text}; the row has {columns_of(raw)}")
+        raise BadRow(f"{context.where}: {text}; the row has {columns_of(raw)}")
     if not isinstance(labels, list) or not all(isinstance(label, bool) for label in labels):
-        raise BadRow(f"{where}: labels must be a list of true or false, got {str(labels)[:40]}")
+        raise BadRow(f"{context.where}: labels must be a list of true or false, got {str(labels)[:40]}")
     if len(labels) != len(steps):
-        raise BadRow(f"{where}: {len(steps)} steps in completions, but {len(labels)} labels")
-    row = parse_row({**raw, "completion": "\n".join(steps)}, config, fixed_domain, where, padded, folder)
-    return _scorable(row, where)
+        raise BadRow(f"{context.where}: {len(steps)} steps in completions, but {len(labels)} labels")
+    row = parse_row({**raw, "completion": "\n".join(steps)}, context)
+    return _scorable(row, context.where)
 
 
 def _scorable(row: Row, where: str) -> Row:

@@ -4,34 +4,27 @@ answer of each label."""
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from hpcrl.config import DataConfig
 from hpcrl.data.files import BadRow
 from hpcrl.data.pair_forms import is_pair, spoken_prompt
 from hpcrl.data.pairs import parse_pair
-from hpcrl.data.rows import PROMPT_KEYS, RESPONSE_KEYS, Row, columns_of, parse_row
+from hpcrl.data.rows import PROMPT_KEYS, RESPONSE_KEYS, RawContext, Row, columns_of, parse_row
 
 
-def parse_labelled(
-    raw: dict[str, Any],
-    config: DataConfig,
-    fixed_domain: str | None,
-    where: str,
-    padded: bool = False,
-    folder: Path = Path(),
-) -> Row:
+def parse_labelled(raw: dict[str, Any], context: RawContext) -> Row:
     """Read a raw row as parse_row() does, with its `label`; a pair as parse_pair() does. Only the answer is trained on,
     which may have several turns in a column of messages. BadRow describes the error."""
+    config = context.config
     if is_pair(raw, config):
-        return parse_pair(raw, config, fixed_domain, where, padded, folder)
-    label = _label(raw, config, where)
+        return parse_pair(raw, context)
+    label = _label(raw, config, context.where)
     rest = {name: value for name, value in raw.items() if name != config.label_key}
     for key in (config.prompt_key,) if config.prompt_key else PROMPT_KEYS:
         if isinstance(rest.get(key), str):
             rest[key] = spoken_prompt(rest[key])
-    row = parse_row(rest, config, fixed_domain, where, padded, folder)
+    row = parse_row(rest, context)
     written = next((rest[name] for name in RESPONSE_KEYS if rest.get(name)), None)
     num_turns = len(written) if isinstance(written, list) else 1
     return replace(row, label=label, prompt_messages=len(row.messages) + 1 - num_turns)

@@ -4,7 +4,6 @@ with a common beginning (forms: docs/data.md)."""
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from hpcrl.config import DataConfig
@@ -18,7 +17,7 @@ from hpcrl.data.pair_forms import (
     spoken_prompt,
     with_parts,
 )
-from hpcrl.data.rows import PROMPT_KEYS, RESPONSE_KEYS, Row, columns_of, learning_obstacle, parse_row
+from hpcrl.data.rows import PROMPT_KEYS, RESPONSE_KEYS, RawContext, Row, columns_of, learning_obstacle, parse_row
 from hpcrl.spec.media import IMAGE_MARK
 
 COMPLETION = "completion"
@@ -34,16 +33,10 @@ class _Part:
     images: list[ImagePart]
 
 
-def parse_pair(
-    raw: dict[str, Any],
-    config: DataConfig,
-    fixed_domain: str | None,
-    where: str,
-    padded: bool = False,
-    folder: Path = Path(),
-) -> Row:
+def parse_pair(raw: dict[str, Any], context: RawContext) -> Row:
     """Read a raw row as parse_row() does: the row of the chosen part, with the other part as `rejected`. BadRow
     describes the error; it is a UselessPair if the parts are equal, tied, or empty."""
+    config, where, padded = context.config, context.where, context.padded
     raw = with_parts(raw, config, where)
     names = (config.chosen_key, config.rejected_key)
     rest = {name: value for name, value in raw.items() if name not in (*names, *RESPONSE_KEYS)}
@@ -76,7 +69,7 @@ def parse_pair(
     for part in parts:
         if any(IMAGE_MARK in (message["content"] or "") for message in part.messages):
             raise BadRow(f"{where}: {part.name}: only a prompt may have images")
-        row = parse_row({**rest, COMPLETION: part.messages}, config, fixed_domain, where, padded, folder)
+        row = parse_row({**rest, COMPLETION: part.messages}, context)
         row = replace(row, prompt_messages=len(row.messages) + 1 - len(part.messages))
         if obstacle := learning_obstacle(row):
             raise UselessPair(f"{where}: {part.name}: {obstacle}", "empty")

@@ -65,26 +65,37 @@ class Row:
     prompt_messages: int = 0
 
 
-ReadRow = Callable[[dict[str, Any], DataConfig, str | None, str, bool, Path], Row]
-"""parse_row, or a function with the same arguments."""
-
-
-def parse_row(
-    raw: dict[str, Any],
-    config: DataConfig,
-    fixed_domain: str | None,
-    where: str,
-    padded: bool = False,
-    folder: Path = Path(),
-) -> Row:
-    """Parse a raw row. BadRow describes an error.
+@dataclass(frozen=True, slots=True)
+class RawContext:
+    """What the parser of a raw row needs to know.
 
     Args:
-        fixed_domain: Domain that replaces the row's tag; None: use the tag.
+        config: The keys that name columns.
         where: Place of the row, for errors.
+        fixed_domain: Domain that replaces the row's tag; None: use the tag.
         padded: Whether absent keys of nested values are null.
         folder: Folder to which the row's paths are relative.
     """
+
+    config: DataConfig
+    where: str
+    fixed_domain: str | None = None
+    padded: bool = False
+    folder: Path = Path()
+
+    @classmethod
+    def of(cls, table: Table, index: int, config: DataConfig, fixed_domain: str | None = None) -> RawContext:
+        """Of a row of a table."""
+        return cls(config, table.where(index), fixed_domain, table.padded, table.folder(index))
+
+
+ReadRow = Callable[[dict[str, Any], RawContext], Row]
+"""parse_row, or a function with the same arguments."""
+
+
+def parse_row(raw: dict[str, Any], context: RawContext) -> Row:
+    """Parse a raw row. BadRow describes an error."""
+    config, where, padded = context.config, context.where, context.padded
     key, pictures = _first(raw, config.prompt_key, PROMPT_KEYS), image_column(raw)
     if key is None:
         looked = config.prompt_key or ", ".join(PROMPT_KEYS)
@@ -93,7 +104,7 @@ def parse_row(
     messages = _with_context(read_messages(raw[key], where, key, padded, inside), raw, key, where)
     messages, turn = _split_turn(messages, raw, where, padded)
     column = images_of(raw[pictures], pictures, where) if pictures is not None else []
-    images = read_parts(place_images(messages, inside, column, where), folder) if inside or column else ()
+    images = read_parts(place_images(messages, inside, column, where), context.folder) if inside or column else ()
     if not messages or messages[-1]["role"] not in ("user", "tool"):
         raise BadRow(f"{where}: {key} has no user turn to answer")
     answer = _answer(raw, config, where)
@@ -113,7 +124,7 @@ def parse_row(
         answer=response if answer is None else answer,
         turn=turn if turn is not None or not isinstance(answer, str) else one_turn(answer),
         tools=read_tools(raw.get("tools"), where, padded),
-        domain=fixed_domain or _domain(raw, config, where),
+        domain=context.fixed_domain or _domain(raw, config, where),
         extra=extra,
         variables=_variables(raw.get(VARIABLES_KEY), where, padded),
         images=images,
@@ -425,8 +436,7 @@ class RowSet:
     def _parse(self, number: int, index: int) -> Row:
         table, source = self.tables[number], self.sources[number]
         fixed = source.domain or table.fixed_domain
-        where, folder = table.where(index), table.folder(index)
-        return self._read(table.row(index), self._configs[number], fixed, where, table.padded, folder)
+        return self._read(table.row(index), RawContext.of(table, index, self._configs[number], fixed))
 
     def rows_of(self, domain: str) -> tuple[int, str]:
         """The number of rows of a domain, and `file:line` of the first."""

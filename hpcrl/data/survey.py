@@ -16,7 +16,7 @@ from hpcrl.config import DataConfig
 from hpcrl.data.files import BadRow, Table
 from hpcrl.data.pair_forms import UselessPair
 from hpcrl.data.places import open_table
-from hpcrl.data.rows import PROGRESS_ROWS, ReadRow, Row, keys_of, parse_row, sources
+from hpcrl.data.rows import PROGRESS_ROWS, RawContext, ReadRow, Row, keys_of, parse_row, sources
 from hpcrl.data.tasks import Split
 
 logger = logging.getLogger(__name__)
@@ -166,8 +166,8 @@ def _rows(table: Table, config: DataConfig, domain: str | None, read: ReadRow) -
     """(`file:line`, row) of a table; an unusable row as its error."""
     fixed = domain or table.fixed_domain
     for index in range(len(table)):
-        where = table.where(index)
+        context = RawContext.of(table, index, config, fixed)
         try:
-            yield where, read(table.row(index), config, fixed, where, table.padded, table.folder(index))
+            yield context.where, read(table.row(index), context)
         except BadRow as error:
-            yield where, error
+            yield context.where, error

@@ -7,7 +7,7 @@ from hpcrl.config import DataConfig, DataSource, EnvConfig
 from hpcrl.data.env_sources import ExpertTask
 from hpcrl.data.messages import Messages
 from hpcrl.data.places import open_table
-from hpcrl.data.rows import parse_row
+from hpcrl.data.rows import RawContext, parse_row
 
 
 def example_messages(config: EnvConfig, section: str, seed: int) -> Messages:
@@ -32,7 +32,7 @@ def _of_file(path: str, count: int) -> Messages:
     messages: Messages = []
     for number in range(count):
         where = table.where(number)
-        row = parse_row(table.row(number), DataConfig(), None, where, table.padded)
+        row = parse_row(table.row(number), RawContext.of(table, number, DataConfig()))
         if row.images:
             raise ValueError(f"{where}: an example from a file has no images")
         if row.messages[0]["role"] == "system":

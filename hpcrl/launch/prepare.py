@@ -127,7 +127,7 @@ def _check_inputs(reading: LoadedConfig, config: Config, layout: RoleLayout | No
             reading.add([Problem((), str(error), (("model", "path"), ("data", "max_pixels")))])
         seeing = image_checks(config, vision, template, checks, vision_of_judge(config))
         drops = not config.learns_from_rewards and config.data.unusable_rows == "drop"
-        read = head_row_reader(config) if config.trains_head else READERS[config.row_kind]
+        read = head_row_reader(config.head_training) if config.trains_head else READERS[config.row_kind]
         read_val = read if config.validates_rows else parse_row
         rows, wrong = read_splits(config.data, config.seed, seeing or checks, read, drops, read_val)
         wrong += check_own_variables(config, rows)

@@ -206,3 +206,33 @@ def test_labelled_rows_and_a_named_pipeline(tmp_path: Path, capsys: pytest.Captu
     assert main([path, "pipeline=sft", "--json"]) == 0, "its rows are answers, which have no label"
     assert main([path, "pipeline=tests.e2e.simpo:SPEC", "--json"]) == 1
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["data.train"]["num_refused"] == 4
+
+
+def test_a_pipelines_own_rows_are_surveyed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What the launch would refuse, in data.val, too, if the pipeline validates on such rows."""
+    scored = {"prompt": "a", "completion": "b", "score": 1.5}
+    steps = {"prompt": "a", "completions": ["b", "c"], "labels": [True, False]}
+    several = {"prompt": "a", "completion": "b", "helpfulness": 4, "verbosity": 1}
+    pair = {"prompt": "a", "chosen": "b", "rejected": "c"}
+    of_model = ["pipeline=reward_model"]
+    for row, broken, words, told in (
+        (pair, {"rejected": "b"}, ["pipeline=dpo", "dpo.loss=ipo"], "chosen and rejected are equal"),
+        (scored, {"score": None}, [*of_model, "rm.rows=scores"], "no score"),
+        (steps, {"labels": [True]}, [*of_model, "rm.rows=steps"], "2 steps in completions, but 1 labels"),
+        (
+            several,
+            {"verbosity": None},
+            [*of_model, "rm.rows=scores", "rm.heads=[helpfulness,verbosity]"],
+            "no verbosity",
+        ),
+    ):
+        path = write(tmp_path / "rows.jsonl", row, row | broken)
+        assert main([path, *words]) == 1
+        assert f"{path}:2: {told}" in capsys.readouterr().out
+        if words[0] == of_model[0]:
+            good = write(tmp_path / "good.jsonl", row)
+            assert main([good, "--val", path, *words, "--json"]) == 1
+            found = json.loads(capsys.readouterr().out.splitlines()[-1])
+            assert [found[f"data.{split}"]["num_refused"] for split in ("train", "val")] == [0, 1]
+    assert main([path, *of_model, "rm.rows=stairs"]) == 2
+    assert capsys.readouterr().err.startswith("hpcrl data: rm.rows: Input should be 'pairs', 'scores' or 'steps'")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hpcrl.config import DataConfig, RewardConfig
-from hpcrl.data.rows import parse_row
+from hpcrl.data.rows import RawContext, parse_row
 from hpcrl.rewards.grading.assignment import best_sum
 from hpcrl.rewards.grading.boxes import boxes_of, giou, iou
 from hpcrl.rewards.grading.number_words import last_number_word
@@ -367,7 +367,7 @@ GEO3K = {  # as verl's examples/data_preprocess/geo3k.py writes rows
     ],
 )
 def test_verls_functions_for_geo3k_score_its_rows(response: str, reward: float, right: float) -> None:
-    row = parse_row(GEO3K, DataConfig(train="geo3k.parquet"), None, "geo3k.parquet:1")
+    row = parse_row(GEO3K, RawContext(DataConfig(train="geo3k.parquet"), "geo3k.parquet:1"))
     assert len(row.images) == 1 and row.domain == "hiyouga/geometry3k"
     item = RewardItem(0, row.domain, "Find x.", response, row.answer, row.extra)
     file = Path(__file__).with_name("vision_rewards.py")

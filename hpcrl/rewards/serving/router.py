@@ -14,7 +14,7 @@ from hpcrl.cluster.layout import RoleLayout
 from hpcrl.config import Config, RewardConfig
 from hpcrl.config.generating import GenerateConfig
 from hpcrl.data.places import open_table
-from hpcrl.data.rows import ANSWER_KEYS, RowSet, parse_row, sources, start_domains
+from hpcrl.data.rows import ANSWER_KEYS, RawContext, RowSet, parse_row, sources, start_domains
 from hpcrl.data.tasks import Split, built_in_reward, is_generated
 from hpcrl.rewards.grading.extract import after_marker, last_boxed
 from hpcrl.rewards.reward import Reward, make_reward
@@ -104,8 +104,7 @@ def built_in_rewards(config: Config) -> dict[str, RewardConfig]:
                 continue
             try:
                 table = open_table(source, config.seed, split)
-                where, folder = table.where(0), table.folder(0)
-                row = parse_row(table.row(0), config.data, source.domain, where, table.padded, folder)
+                row = parse_row(table.row(0), RawContext.of(table, 0, config.data, source.domain))
             except ValueError:  # read_splits reports it
                 continue
             answer = row.answer
