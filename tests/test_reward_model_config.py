@@ -13,8 +13,10 @@ from hpcrl.config import ConfigError, TinyModel, load
 from hpcrl.engines.tiny import make_tiny_model
 from hpcrl.launch.plan import describe, plan_shape
 from hpcrl.launch.prepare import prepare
+from hpcrl.planner.adapters import trained
 from hpcrl.planner.memory import memory
 from hpcrl.planner.memory_parts import samples_of_a_step
+from hpcrl.planner.trainer import trained_shape
 from tests.engines.test_scalar import make_reward_model
 
 RECIPE = "+experiment=reward_model_tiny"
@@ -29,7 +31,10 @@ def refused(*words: str) -> list[str]:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["trainer.lora.rank=4"], "trainer.lora.rank: a value head is trained with all weights; use 0"),
+        (
+            ["trainer.lora.rank=4", "trainer.engine=megatron"],
+            "trainer.lora.rank: the megatron trainer has no adapters below a value head; use 0, or trainer.engine=",
+        ),
         (["trainer.freeze=[embeddings]"], "trainer.freeze: a value head is trained with all weights; use []"),
         (["model.tiny.architecture=qwen2_5_vl"], "model.tiny.architecture: a reward model is made of a text model"),
         (["model.mtp=train"], "model.mtp: a reward model has no prediction layers; use keep or drop"),
@@ -165,6 +170,9 @@ def test_the_plan_counts_the_head_instead_of_a_vocabulary_projection(tmp_path: P
     assert samples_of_a_step(config) == 128
     (kind,) = memory(config, layout, shape)
     assert not any(part.name == "logits" for part in kind.parts)
+    adapted, *_ = prepare([RECIPE, "dry_run=true", *words, "trainer.lora.rank=4"])
+    learnt = {p.name: p.shape for p in trained(adapted, trained_shape(adapted, shape)).parameters}
+    assert learnt["score.weight"] == (1, 64) and sum("lora" in name for name in learnt) == len(learnt) - 1 == 2 * 7 * 2
     text = describe(config, layout, model, run, shown)
     assert "reward_model, on pairs, 300 steps, evaluation every 50" in text and "rejected: " in text
     assert "of up to 512 tokens; longer ones are dropped" in text

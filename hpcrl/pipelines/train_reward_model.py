@@ -24,7 +24,11 @@ def _check(config: Any) -> Iterator[Problem]:
     sees = config.model.path is None and config.model.tiny.takes_images
     refused = (
         (sees, ("model", "tiny", "architecture"), "a reward model is made of a text model; use qwen2"),
-        (trainer.lora.rank > 0, ("trainer", "lora", "rank"), "a value head is trained with all weights; use 0"),
+        (
+            trainer.lora.rank > 0 and not spec.adapts_critic,
+            ("trainer", "lora", "rank"),
+            f"the {config.train_engine} trainer has no adapters below a value head; use 0, or trainer.engine=fsdp2",
+        ),
         (bool(trainer.freeze), ("trainer", "freeze"), "a value head is trained with all weights; use []"),
         (trainer.head_dtype is not None, ("trainer", "head_dtype"), "a value head is always in float32; use null"),
         (config.model.mtp == "train", ("model", "mtp"), "a reward model has no prediction layers; use keep or drop"),

@@ -16,7 +16,7 @@ from hpcrl.spec.lora import STACKED, A, B, adapted, matches, unknown, unmatched
 from hpcrl.spec.tables import GEN_ENGINES
 from hpcrl.spec.weight_layout import TensorShards, keepable
 
-HEAD = "lm_head.weight"
+HEAD, VALUE_HEAD = "lm_head.weight", "score."
 EMBEDDING = re.compile(r"(embed\w*|wpe|wte)\.weight$")
 """The name of a table outside the layers."""
 ROUTER = re.compile(r"\.(gate|router)\.[^.]+$")
@@ -61,10 +61,11 @@ def adapters(lora: LoRAConfig | None, shape: ModelShape) -> list[Parameter]:
 
 
 def trained(config: Config, shape: ModelShape) -> ModelShape:
-    """The shape with only the parameters that are trained: the adapters' if there are any, else all but those of
-    trainer.freeze."""
+    """The shape with only the parameters that are trained: the adapters' and a value head's if there are any, else all
+    but those of trainer.freeze."""
     if config.lora is not None:
-        return replace(shape, parameters=tuple(adapters(config.lora, shape)))
+        head = (parameter for parameter in shape.parameters if parameter.name.startswith(VALUE_HEAD))
+        return replace(shape, parameters=(*adapters(config.lora, shape), *head))
     left = set(frozen(config, shape).parameters)
     return replace(shape, parameters=tuple(p for p in shape.parameters if p not in left)) if left else shape
 

@@ -225,6 +225,8 @@ class TrainEngineSpec(Spec):
     """`module:NAME` of make_critic(config, model_path, total_steps), which all ranks of a critic call with
     Config.of_critic(), and all trainer ranks of a pipeline that trains a head (PipelineSpec.trains_head) with the run's
     configuration; it returns a ValueEngine (hpcrl.engines.train.training_engine). Empty: it has no value head."""
+    adapts_critic: bool = False
+    """Whether this engine can train adapters of the frozen weights below a head, with the head itself."""
     selectable: bool = True
     """Whether trainer.engine may name it."""
 

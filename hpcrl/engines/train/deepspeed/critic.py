@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from hpcrl.config import Config
 from hpcrl.engines.train.deepspeed.engine import ZeroEngine
 from hpcrl.engines.train.deepspeed.spec import DeepSpeedConfig
-from hpcrl.engines.train.fsdp2.critic import HEAD, FSDP2Critic, FSDP2Scorer, PackedCritic, labels_of, scores_sequences
+from hpcrl.engines.train.fsdp2.critic import FSDP2Critic, FSDP2Scorer, PackedCritic, labels_of, scores_sequences
 from hpcrl.engines.train.fsdp2.engine import arguments, spread
+from hpcrl.engines.train.fsdp2.model_kind import HEAD
 from hpcrl.rollout.batch import Batch
 
 

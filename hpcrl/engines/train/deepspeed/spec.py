@@ -132,6 +132,7 @@ SPEC = TrainEngineSpec(
     exchanges_adapters=True,
     freezes=True,
     lora=True,
+    adapts_critic=True,
     router_replay=True,
     policy_keys=LOSSES,
     make_critic="hpcrl.engines.train.deepspeed.critic:make",

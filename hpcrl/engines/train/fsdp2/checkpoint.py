@@ -47,7 +47,7 @@ Whole = Callable[[str, Tensor], Tensor]
 
 def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None, whole: Whole) -> dict[str, Tensor]:
     """Weights and moments by name, not copied. Tied weights appear once, under their first name; of a model with
-    adapters, only the adapters appear."""
+    adapters, only what is trained appears."""
     if optimizer is not None and not optimizer.state:
         get_optimizer_state_dict(model, optimizer)  # runs an empty step, which creates the moments
         for state in optimizer.state.values():
@@ -56,8 +56,9 @@ def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None, whole: W
     first: dict[int, str] = {}
     tensors = {}
     values = model.state_dict(keep_vars=True)
-    adapters = {name: value for name, value in values.items() if is_adapter(name)}
-    for name, value in (adapters or values).items():
+    if any(map(is_adapter, values)):
+        values = {name: value for name, value in values.items() if value.requires_grad}
+    for name, value in values.items():
         if first.setdefault(id(value), name) == name:
             tensors[f"model.{name}"] = whole(name, value.detach())
     for name, parameter in model.named_parameters():

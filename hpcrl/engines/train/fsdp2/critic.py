@@ -28,14 +28,12 @@ from hpcrl.engines.train.fsdp2.exchange import assemble
 from hpcrl.engines.train.fsdp2.images import ImageInputs
 from hpcrl.engines.train.fsdp2.logits import token_logprobs
 from hpcrl.engines.train.fsdp2.model import PackedCausalLM, empty_model, read_model
-from hpcrl.engines.train.fsdp2.model_kind import Kind, body_of
+from hpcrl.engines.train.fsdp2.model_kind import HEAD, Kind, body_of
 from hpcrl.engines.train.fsdp2.packed_attention import PackedLayout
 from hpcrl.engines.train.fsdp2.spec import FSDP2Config
 from hpcrl.models.head_labels import label_keys
 from hpcrl.rollout.batch import Batch, MicroBatches
 
-HEAD = "score"
-"""The head's name in transformers' models for token classification; the critic is such a model with one label."""
 CRITIC = Kind(
     AutoModelForTokenClassification,
     "critic (transformers' model for token classification)",
@@ -136,6 +134,7 @@ class FSDP2Critic(FSDP2Engine):
     """TrainEngine and ValueEngine (hpcrl.engines.train.training_engine) on the default process group.
 
     The head is stored and computed in float32. It starts at zero unless the folder has one, as an exported critic does.
+    With adapters, the whole head is trained and saved beside them, and exports are merged.
     """
 
     computes = frozenset({"values"})
@@ -156,6 +155,12 @@ class FSDP2Critic(FSDP2Engine):
             raise ValueError(f"critic: the head of {hf.config.model_type} is not supported; take another model")
         head.float()
         return hf
+
+    def _to_train(self, hf: PreTrainedModel, seed: int) -> PreTrainedModel:
+        found = super()._to_train(hf, seed)
+        if self.trainable:
+            found.get_submodule(HEAD).requires_grad_(True)
+        return found
 
     def _outputs(self, batch: Batch, objective: Objective) -> Outputs:
         values = self._values(batch)

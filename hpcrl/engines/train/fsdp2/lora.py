@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from hpcrl.config import LoRAConfig
 from hpcrl.engines.train.fsdp2.frozen import routers
+from hpcrl.engines.train.fsdp2.model_kind import HEAD
 from hpcrl.models.families import family_of
 from hpcrl.models.tower import part_of
 from hpcrl.spec.lora import STACKED, A, B, adapted, is_adapter, layer_of, matches, unknown, unmatched
@@ -84,7 +85,8 @@ class Adapters:
     def _linear_layers(self, hf: PreTrainedModel) -> dict[str, nn.Linear]:
         """The linear layers of config.parts by name."""
         inside = {id(module) for module in hf.get_decoder().modules()}
-        others = {id(hf.get_output_embeddings()), *(id(part) for router in routers(hf) for part in router.modules())}
+        heads = id(hf.get_output_embeddings()), id(getattr(hf, HEAD, None))
+        others = {*heads, *(id(part) for router in routers(hf) for part in router.modules())}
         found: dict[str, dict[str, nn.Linear]] = {"decoder": {}, "vision": {}, "merger": {}}
         for name, module in hf.named_modules():
             if isinstance(module, nn.Linear) and id(module) not in others:
@@ -212,7 +214,9 @@ class Adapters:
 
     def write(self, weights: Mapping[str, Tensor], hf: PreTrainedModel, base: Path, folder: Path) -> None:
         """Write adapter_config.json and adapter_model.safetensors, which peft reads, into a new folder; only a warning
-        if peft refuses adapters of a layer."""
+        if peft refuses adapters of a layer, and nothing for a model with a value head, which would not be in it."""
+        if hasattr(hf, HEAD):
+            return
         own = {name: weight.contiguous() for name, weight in weights.items() if is_adapter(name)}
         family = hf.config.get_text_config().model_type
         modules = dict.fromkeys(layer_of(name) for name in own)

@@ -10,6 +10,9 @@ from typing import Any, NamedTuple
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
+HEAD = "score"
+"""The head's name in transformers' models for token and for sequence classification."""
+
 
 class Kind(NamedTuple):
     """A class of transformers, options for its config, and tensors that start at zero if the folder lacks them."""

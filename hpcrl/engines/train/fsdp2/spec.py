@@ -263,6 +263,7 @@ SPEC = TrainEngineSpec(
     exchanges_adapters=True,
     freezes=True,
     lora=True,
+    adapts_critic=True,
     make_critic="hpcrl.engines.train.fsdp2.critic:make",
     router_replay=True,
     policy_keys=(*ROUTER_KEYS, "mtp_loss"),

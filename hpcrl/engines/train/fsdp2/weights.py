@@ -18,7 +18,7 @@ from hpcrl.comm.weight_checksums import shard_checksums
 from hpcrl.engines.train.fsdp2.device_mesh import ParallelMesh
 from hpcrl.engines.train.fsdp2.exchange import stack
 from hpcrl.engines.train.fsdp2.lora import Adapters
-from hpcrl.spec.lora import A, B, adapted, is_adapter
+from hpcrl.spec.lora import A, B, adapted
 from hpcrl.spec.weight_layout import RequiredSlices, TensorShards, full_slice
 
 
@@ -26,7 +26,7 @@ class NamedWeights:
     """The parameters in the order of state_dict(), each tied weight once, under its first name.
 
     Attributes:
-        names: The trained parameters: all_names or, with adapters, only the adapters' parameters.
+        names: The trained parameters: all_names or, with adapters, only the adapters' parameters and a value head's.
         adapters_of: If generators get merged weights, maps a matrix with an adapter to the names of the adapter's two.
         published: `names` or, if generators get merged weights, the names of a model without adapters.
         split_dims: Maps a tensor's name to the dimension that is split over tensor- or expert-parallel ranks.
@@ -37,10 +37,11 @@ class NamedWeights:
     ):
         self._hf, self._mesh, self.split_dims, self._adapters = hf, mesh, split_dims, adapters
         first: dict[int, str] = {}
-        for name, tensor in hf.state_dict(keep_vars=True).items():
+        tensors = hf.state_dict(keep_vars=True)
+        for name, tensor in tensors.items():
             first.setdefault(id(tensor), name)
         self.all_names = list(first.values())
-        self.names = [name for name in self.all_names if is_adapter(name)] if adapters else self.all_names
+        self.names = [name for name in self.all_names if tensors[name].requires_grad] if adapters else self.all_names
         self.published, self.adapters_of = self.names, dict[str, tuple[str, str]]()
         if adapters is not None and adapters.config.are_merged:
             self.published = self.frozen_names
