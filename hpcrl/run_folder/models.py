@@ -22,15 +22,22 @@ WEIGHTS = (".safetensors", ".bin")
 def models_of(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Key (such as model.path) -> config.json, for each model given as a folder whose config.json is readable."""
     found = {}
-    for section in SECTIONS:
-        if path := (config.get(section) or {}).get("path"):
-            try:
-                content = json.loads((Path(path) / "config.json").read_text())
-            except (OSError, ValueError, RecursionError):
-                continue  # reported where the model is read
-            if isinstance(content, dict):
-                found[f"{section}.path"] = {key: content[key] for key in content if key not in OF_THE_WRITER}
+    for name, path in folders_of(config).items():
+        try:
+            content = json.loads((Path(path) / "config.json").read_text())
+        except (OSError, ValueError, RecursionError):
+            continue  # reported where the model is read
+        if isinstance(content, dict):
+            found[name] = {key: content[key] for key in content if key not in OF_THE_WRITER}
     return found
+
+
+def folders_of(config: Mapping[str, Any]) -> dict[str, str]:
+    """Key (such as model.path or teacher.paths.DOMAIN) -> folder."""
+    sections = {section: config.get(section) or {} for section in SECTIONS}
+    found = {f"{section}.path": path for section, own in sections.items() if (path := own.get("path"))}
+    of_domains = sections["teacher"].get("paths") or {}
+    return found | {f"teacher.paths.{domain}": folder for domain, folder in of_domains.items()}
 
 
 def check_models(config: Mapping[str, Any], attempts: Sequence[Mapping[str, Any]]) -> None:
@@ -39,7 +46,7 @@ def check_models(config: Mapping[str, Any], attempts: Sequence[Mapping[str, Any]
     for key, content in now.items():
         first = next((then[key] for attempt in attempts if key in (then := attempt.get("models", {}))), content)
         if changed := [line for _, line in differences(first, content)]:
-            folder = config[key.removesuffix(".path")]["path"]
+            folder = folders_of(config)[key]
             more = f", and {len(changed) - MAX_SHOWN} more" if len(changed) > MAX_SHOWN else ""
             shown = ", ".join(changed[:MAX_SHOWN]) + more
             lines.append(f"{key}: {folder}/config.json is of another model than when the run began ({shown})")

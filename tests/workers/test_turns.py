@@ -75,7 +75,7 @@ STEP: list[Any] = [
 
 
 def turns_of(engine: Recorder, *roles: str) -> TimeSharing:
-    return TimeSharing({role: SimpleNamespace(engine=engine) for role in roles})  # type: ignore[misc]
+    return TimeSharing({role: SimpleNamespace(engine=engine, engines=[engine]) for role in roles})  # type: ignore[misc]
 
 
 def test_memory_moves_once_per_turn_of_training_or_generation() -> None:
@@ -104,7 +104,7 @@ def test_a_generator_with_unfinished_responses_stays_awake() -> None:
 def test_other_engines_are_offloaded_with_the_trainer_and_during_publishing(role: str) -> None:
     trainer, other, generator = Recorder(), Recorder(), Recorder()
     engines = {"trainer": trainer, role: other, "generator": generator}
-    turns = TimeSharing({role: SimpleNamespace(engine=engine) for role, engine in engines.items()})  # type: ignore[misc]
+    turns = TimeSharing({role: SimpleNamespace(engine=engine, engines=[engine]) for role, engine in engines.items()})  # type: ignore[misc]
     for command in [*STEP[:7], Values(1, []), TrainCritic(1, [], 1.0, 1.0), TrainStep(1, [], 1.0, 1.0), STEP[9]]:
         turns.enter(command)
     assert trainer.calls == ["offload all", "onload", "offload state", "offload all", "onload", "offload state"]
@@ -122,7 +122,7 @@ def test_a_checkpoint_is_loaded_while_the_generator_sleeps() -> None:
 
 def test_a_generator_that_reads_the_trainers_weights_leaves_them_where_they_are() -> None:
     engine = Recorder()
-    roles: Any = {role: SimpleNamespace(engine=engine) for role in ("trainer", "generator")}
+    roles: Any = {role: SimpleNamespace(engine=engine, engines=[engine]) for role in ("trainer", "generator")}
     TimeSharing(roles, shares_weights=True).enter(STEP[0])
     assert engine.calls == ["offload state"]
 
