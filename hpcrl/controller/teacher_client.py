@@ -45,7 +45,7 @@ class Teacher:
             return {}
         start, rows, widths = time.perf_counter(), batch.rows_of("teacher"), self._widths
         answers: list[messages.Done] = []
-        for number, samples in self._samples(batch).items():
+        for number, samples in samples_of_teachers(self._config, batch).items():
             plan = batch.plan(rows, samples, self._config.trainer.max_tokens_per_micro_batch) if samples else {}
             commands = {rank: messages.Teach(batch.id, widths, plan.get(rank, []), number) for rank in rows}
             answers += self._controller.call(self._division.replicate(commands)).values()
@@ -55,13 +55,15 @@ class Teacher:
                 send_tokens(self._controller, batch, field, source, dest, width)
         return merge([answers_stats(answers), timed("time/teacher", start)])
 
-    def _samples(self, batch: BatchHandle) -> dict[int, list[int]]:
-        """Number of a teacher -> the samples that it judges; no samples of the first if none judges any."""
-        if lacking := [why for domain in batch.domains if (why := lacks_teacher(self._config, domain))]:
-            raise ValueError(lacking[0])
-        own = {prompt: teacher_of(self._config.teacher, name) for name, ids in batch.domains.items() for prompt in ids}
-        others, found = teacher_of(self._config.teacher, DEFAULT), dict[int, list[int]]()
-        for sample in batch.samples:
-            if (number := own.get(batch.prompts.get(sample, sample), others)) is not None:
-                found.setdefault(number, []).append(sample)
-        return dict(sorted(found.items())) or {0: []}
+
+def samples_of_teachers(config: Config, batch: BatchHandle) -> dict[int, list[int]]:
+    """Number of a teacher -> the samples that it judges; no samples of the first if none judges any. ValueError if a
+    domain would learn from a teacher, and has none."""
+    if lacking := [why for domain in batch.domains if (why := lacks_teacher(config, domain))]:
+        raise ValueError(lacking[0])
+    own = {prompt: teacher_of(config.teacher, name) for name, ids in batch.domains.items() for prompt in ids}
+    others, found = teacher_of(config.teacher, DEFAULT), dict[int, list[int]]()
+    for sample in batch.samples:
+        if (number := own.get(batch.prompts.get(sample, sample), others)) is not None:
+            found.setdefault(number, []).append(sample)
+    return dict(sorted(found.items())) or {0: []}

@@ -21,6 +21,7 @@ from hpcrl.messaging.messages import (
     LoadState,
     Logprobs,
     Sampling,
+    Teach,
     TrainCritic,
     TrainStep,
     UpdateWeights,
@@ -110,6 +111,16 @@ def test_other_engines_are_offloaded_with_the_trainer_and_during_publishing(role
     assert trainer.calls == ["offload all", "onload", "offload state", "offload all", "onload", "offload state"]
     assert other.calls == ["offload all", "onload", "offload all", "offload all", "onload", "offload all"]
     assert generator.calls == ["sleep", "wake", "sleep", "wake"]
+
+
+def test_all_teachers_move_with_the_trainer() -> None:
+    trainer, first, second, generator = (Recorder() for _ in range(4))
+    held = {"trainer": [trainer], "teacher": [first, second], "generator": [generator]}
+    turns = TimeSharing({role: SimpleNamespace(engine=each[0], engines=each) for role, each in held.items()})  # type: ignore[misc]
+    for command in [*STEP[:6], Teach(1, {}, [], 1), STEP[7], STEP[9]]:
+        turns.enter(command)
+    moved = ["offload all", "onload", "offload all", "offload all", "onload", "offload all"]
+    assert first.calls == second.calls == moved and trainer.calls[2] == "offload state"
 
 
 def test_a_checkpoint_is_loaded_while_the_generator_sleeps() -> None:
