@@ -169,6 +169,9 @@ class Objective(Adaptive, ABC):
     teacher's fields of the batch."""
     teacher_head: TeacherHead | None = None
     """Of the form full. Set before the first step, on each trainer rank, on the engine's device."""
+    further_heads: tuple[TeacherHead, ...] = ()
+    """Of the form full with several teachers (the batch's field `teachers`): the heads of the teachers 1, 2, ...;
+    teacher_head is that of teacher 0."""
     num_epochs: int = 1
     """Passes over the batch of a step."""
     num_mini_batches: int = 1

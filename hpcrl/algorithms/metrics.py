@@ -52,19 +52,20 @@ def _image_stats(batch: Batch) -> Stats:
 
 def advantage_stats(batch: Batch) -> Stats:
     """Advantages, returns and a critic's values of this rank's model tokens, after the advantage estimator, and the
-    teacher's log-probs of them."""
+    teacher's log-probs of those that learn from it."""
     index = model_tokens(batch)
     filled = {"advantages": batch.advantages, "returns": batch.returns, "values": batch.values}
     stats = {f"critic/{name}/*": stat(values[index]) for name, values in filled.items() if values is not None}
     if batch.teacher_logprobs is not None:
-        stats["distill/teacher_logprob"] = stat(batch.teacher_logprobs[index])
+        learns = _learning_from_teacher(batch, index)
+        stats["distill/teacher_logprob"] = stat(batch.teacher_logprobs[learns])
     return stats
 
 
 def domain_stats(batch: Batch, table: RewardTable) -> Stats:
     """`domain/DOMAIN/...`: for this rank's rows of each domain, the statistics of batch_stats() and
-    advantage_stats(), and the KL divergence to the reference (k3). Called after the advantage estimator. Empty for a
-    step of one domain."""
+    advantage_stats(), the KL divergence to the reference (k3), and the sampled one from the teacher. Called after the
+    advantage estimator and the weights. Empty for a step of one domain."""
     stats: Stats = {}
     names, ids = table.domain_ids()
     for number, name in enumerate(names):
@@ -80,8 +81,18 @@ def domain_stats(batch: Batch, table: RewardTable) -> Stats:
             kl = kl_divergence(own.old_logprobs[index], own.ref_logprobs[index], "k3")
             weights = own.weights[own.row_ids[index]]
             found["critic/kl"] = Stat((weights * kl).sum().item(), weights.sum().item())
+        if own.teacher_logprobs is not None and own.old_logprobs is not None:
+            learns = _learning_from_teacher(own, model_tokens(own))
+            gap, weights = (own.old_logprobs - own.teacher_logprobs)[learns], own.weights[own.row_ids[learns]]
+            found["distill/reverse_kl"] = Stat((weights * gap).sum().item(), weights.sum().item())
         stats |= {f"domain/{name}/{key}": value for key, value in found.items()}
     return stats
+
+
+def _learning_from_teacher(batch: Batch, index: Tensor) -> Tensor:
+    """Those of the tokens whose divergence from the teacher has a weight."""
+    weights = batch.divergence_weights
+    return index if weights is None else index[weights[index] > 0]
 
 
 def _mixed(batch: Batch) -> Tensor:

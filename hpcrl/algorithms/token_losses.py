@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hpcrl.algorithms.interface import model_tokens, required
 from hpcrl.config import Config
+from hpcrl.config.teacher_paths import DEFAULT, teacher_of, teachers
 from hpcrl.rollout.batch import Batch
 from hpcrl.spec.divergence import Divergence
 
@@ -39,6 +40,16 @@ def fill_weights(config: Config, batch: Batch, domains: Mapping[str, Sequence[in
             rows["ce"][chosen & (batch.rewards <= weights.ce_above)] = 0.0
     for name in names:
         setattr(batch, f"{name}_weights", rows[name][batch.row_ids] * batch.loss_mask)
+
+
+def fill_teachers(config: Config, batch: Batch, domains: Mapping[str, Sequence[int]]) -> None:
+    """Fill teachers [B], 0 for rows that none judges, if the divergence needs it; arguments as above."""
+    if batch.teacher_states is None or len(teachers(config.teacher)) < 2:
+        return
+    batch.teachers = torch.full((batch.num_sequences,), teacher_of(config.teacher, DEFAULT) or 0, dtype=torch.int32)
+    for domain, groups in domains.items():
+        chosen = torch.isin(batch.group_ids, batch.group_ids.new_tensor(list(groups)))
+        batch.teachers[chosen] = teacher_of(config.teacher, domain) or 0
 
 
 DEFAULTS = {"policy": 1.0, "ce": 0.0, "divergence": 0.0}

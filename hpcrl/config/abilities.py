@@ -8,6 +8,8 @@ from typing import Any
 from hpcrl.config.engines import GeneratorConfig, TrainerConfig
 from hpcrl.config.judging import JUDGE_ENGINE
 from hpcrl.config.schema import Config
+from hpcrl.config.teacher_checks import check_teacher_paths
+from hpcrl.config.teacher_paths import teachers
 from hpcrl.models.families import SEEING
 from hpcrl.models.mtp import untrainable
 from hpcrl.spec.extras import install, version_of
@@ -208,10 +210,12 @@ def _teacher(config: Config) -> Iterator[Problem]:
     if not config.uses_teacher or config.debug == "fake":
         return
     name, key = config.teacher_engine, TEACHER_ENGINE
-    if config.teacher.path is None:
+    if not teachers(config.teacher):
         text = "there is no model to learn from; give a folder in HF layout with the policy's tokenizer"
-        yield Problem(("teacher", "path"), f"teacher.path: {text}", (("algorithm",), ("pipeline",)))
+        involved = (("teacher", "paths"), ("algorithm",), ("pipeline",))
+        yield Problem(("teacher", "path"), f"teacher.path: {text}", involved)
         return
+    yield from check_teacher_paths(config)
     yield from _without_policy("teacher", config)
     if config.teacher.form not in (gives := TRAIN_ENGINES[name].teaches):
         instead = _able(TRAIN_ENGINES, key, lambda spec: config.teacher.form in spec.teaches)

@@ -28,6 +28,7 @@ from hpcrl.config.profiling import ProfileConfig
 from hpcrl.config.rollout import EvalConfig, RolloutConfig
 from hpcrl.config.scalar_heads import CriticConfig, RewardModelConfig
 from hpcrl.config.teacher import TeacherConfig
+from hpcrl.config.teacher_paths import teachers
 from hpcrl.config.untrained import as_untrained
 from hpcrl.spec.divergence import Divergence
 from hpcrl.spec.fields import NUMBER, Natural, Positive, Seconds, Section, Seed
@@ -399,14 +400,15 @@ class Config(Section):
         """Name of the training engine that the teacher's ranks use."""
         return "fake" if self.debug == "fake" else self.teacher.engine or self.trainer.engine
 
-    def of_teacher(self) -> Config:
-        """The configuration that the teacher's engine and its plan read: with the teacher's model, engine and dtype,
-        and without what only the policy's training needs."""
+    def of_teacher(self, folder: str | None = None) -> Config:
+        """The configuration that a teacher's engine and its plan read: with the teacher's model, engine and dtype, and
+        without what only the policy's training needs. folder: None: that of the first teacher."""
         engine = self.teacher.engine or self.trainer.engine
         head = self.trainer.head_dtype if TRAIN_ENGINES[engine].float32_head else None
         changes = {"engine": engine, "lora": LoRAConfig(), "router_replay": False, "freeze": [], "head_dtype": head}
         trainer = self.trainer.model_copy(update=changes).of_another_model()
-        own = {"path": self.teacher.path or self.model.path, "dtype": self.trainer.param_dtype, "mtp": "drop"}
+        folder = folder or next(iter(teachers(self.teacher)), self.model.path)
+        own = {"path": folder, "dtype": self.trainer.param_dtype, "mtp": "drop"}
         return self.model_copy(update={"model": self.model.model_copy(update=own), "trainer": trainer})
 
     @property

@@ -18,6 +18,9 @@ class TeacherConfig(Section):
     path: str | None = None
     """Folder in HF layout of a model of any size, with a tokenizer in which every token of the policy has the same id;
     null: no teacher."""
+    paths: dict[str, str] = {}
+    """Domain -> folder, in place of path: the domain's tokens learn from this teacher; the key default is for all other
+    domains. Domains with the same folder share its model."""
     engine: Annotated[str, AfterValidator(train_engine_name)] | None = None
     """Training engine; null: trainer.engine."""
     form: DivergenceForm = "sampled"

@@ -1,4 +1,4 @@
-"""The teacher's interface for pipelines: the frozen model from which the policy is distilled."""
+"""The teacher's interface for pipelines: the frozen models from which the policy is distilled."""
 
 from __future__ import annotations
 
@@ -6,17 +6,19 @@ import time
 
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.config import Config
+from hpcrl.config.teacher_checks import lacks_teacher
+from hpcrl.config.teacher_paths import DEFAULT, teacher_of
 from hpcrl.controller.batches import BatchHandle
 from hpcrl.controller.clients import answers_stats, send_tokens, timed
 from hpcrl.messaging import messages
 from hpcrl.messaging.dispatcher import Controller
 from hpcrl.metrics.stats import Stats, merge
-from hpcrl.models.families import shape_of
+from hpcrl.planner.taught_memory import states_width
 
 
 def widths_of(config: Config) -> dict[str, int]:
     """The fields of a batch that a teacher of this form (teacher.form) fills -> numbers per token; 0: a single number.
-    CannotPlanError if the form needs the teacher's sizes and teacher.path cannot be read."""
+    CannotPlanError if the form needs the teachers' sizes and a folder cannot be read."""
     teacher = config.teacher
     match teacher.form:
         case "sampled":
@@ -24,11 +26,11 @@ def widths_of(config: Config) -> dict[str, int]:
         case "top_k":
             return dict.fromkeys(("teacher_topk_ids", "teacher_topk_logprobs"), teacher.top_k)
         case "full":
-            return {"teacher_states": shape_of(teacher.path or "", "teacher.path").hidden_size}
+            return {"teacher_states": states_width(teacher)}
 
 
 class Teacher:
-    """The teacher ranks, with the model in teacher.path. Does nothing if the run has no teacher."""
+    """The teacher ranks, with the models in teacher.path or teacher.paths. Does nothing if the run has no teacher."""
 
     def __init__(self, controller: Controller, layout: RoleLayout, config: Config):
         self._controller, self._config = controller, config
@@ -37,15 +39,31 @@ class Teacher:
         self._widths = widths_of(config) if self.ranks else {}
 
     def teach(self, batch: BatchHandle) -> Stats:
-        """Fill what the teacher gives for the batch's tokens in the form of teacher.form, on the trainer ranks."""
+        """Fill what the teachers give for the batch's tokens in the form of teacher.form, on the trainer ranks; each
+        judges the rows of its domains. ValueError if a domain would learn from a teacher, and has none."""
         if not self.ranks:
             return {}
         start, rows, widths = time.perf_counter(), batch.rows_of("teacher"), self._widths
-        plan = batch.plan(rows, batch.samples, self._config.trainer.max_tokens_per_micro_batch)
-        commands = {rank: messages.Teach(batch.id, widths, plan[rank]) for rank in rows}
-        answers = self._controller.call(self._division.replicate(commands))
+        answers: list[messages.Done] = []
+        for number, samples in samples_of_teachers(self._config, batch).items():
+            plan = batch.plan(rows, samples, self._config.trainer.max_tokens_per_micro_batch) if samples else {}
+            commands = {rank: messages.Teach(batch.id, widths, plan.get(rank, []), number) for rank in rows}
+            answers += self._controller.call(self._division.replicate(commands)).values()
         if self.ranks != self._trainers.ranks:
             source, dest = ("teacher", self._division), ("trainer", self._trainers)
             for field, width in widths.items():
                 send_tokens(self._controller, batch, field, source, dest, width)
-        return merge([answers_stats(answers.values()), timed("time/teacher", start)])
+        return merge([answers_stats(answers), timed("time/teacher", start)])
+
+
+def samples_of_teachers(config: Config, batch: BatchHandle) -> dict[int, list[int]]:
+    """Number of a teacher -> the samples that it judges; no samples of the first if none judges any. ValueError if a
+    domain would learn from a teacher, and has none."""
+    if lacking := [why for domain in batch.domains if (why := lacks_teacher(config, domain))]:
+        raise ValueError(lacking[0])
+    own = {prompt: teacher_of(config.teacher, name) for name, ids in batch.domains.items() for prompt in ids}
+    others, found = teacher_of(config.teacher, DEFAULT), dict[int, list[int]]()
+    for sample in batch.samples:
+        if (number := own.get(batch.prompts.get(sample, sample), others)) is not None:
+            found.setdefault(number, []).append(sample)
+    return dict(sorted(found.items())) or {0: []}

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcrl.config import Config, Problem
+from hpcrl.config.teacher_paths import keys_of_teachers
 from hpcrl.data.answers import REWRITES, LeftOut, turns_of
 from hpcrl.data.chat import bind, end_of_turn, plain, render
 from hpcrl.data.files import ShardedTable, Table
@@ -192,13 +193,13 @@ def _first_with_images(rows: RowSet) -> str:
 
 
 def _further_models(config: Config) -> Iterator[tuple[str, str]]:
-    """(role, path) of models besides the policy's that get its rows."""
+    """(key, path) of models besides the policy's that get its rows."""
     if config.uses_reference and config.reference.path is not None:
-        yield "reference", config.reference.path
-    if config.uses_teacher and config.teacher.path is not None:
-        yield "teacher", config.teacher.path
+        yield "reference.path", config.reference.path
+    if config.uses_teacher:
+        yield from ((dotted(keys[0]), path) for path, keys in keys_of_teachers(config.teacher).items())
     if config.uses_critic and config.critic.path is not None:
-        yield "critic", config.critic.path
+        yield "critic.path", config.critic.path
 
 
 def check_shown(config: Config, vision: Vision | None) -> Iterator[Problem]:
@@ -237,16 +238,16 @@ def _refusing(
         if kind not in engines[engine].media:
             able = [name for name, spec in engines.items() if spec.selectable and kind in spec.media]
             yield f"the {engine} {role}", f"use {role}.engine={' or '.join(able)}, or " if able else ""
-    for role, path in _further_models(config) if learns else ():
+    for key, path in _further_models(config) if learns else ():
         try:
             other = read_vision_of(Path(path))
         except ValueError as error:
-            yield f"{role}.path ({str(error).removeprefix('model.path: ')})", ""
+            yield f"{key} ({str(error).removeprefix('model.path: ')})", ""
             continue
         if other is None:
-            yield f"{role}.path {path}", ""
+            yield f"{key} {path}", ""
         elif other.sizes != vision.sizes:
-            yield f"{role}.path {path} of other patches than the policy's", ""
+            yield f"{key} {path} of other patches than the policy's", ""
 
 
 def show_rows(

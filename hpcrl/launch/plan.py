@@ -10,6 +10,7 @@ from hpcrl.cluster.layout import RoleLayout
 from hpcrl.config import Config, DataConfig, EvalSampling, LoRAConfig
 from hpcrl.config.abilities import chosen
 from hpcrl.config.generating import GenerateConfig
+from hpcrl.config.teacher_paths import PATH, keys_of_teachers
 from hpcrl.launch.frozen import described
 from hpcrl.launch.machine import device_row, machine_notes
 from hpcrl.launch.model_folder import ModelFolder
@@ -101,9 +102,11 @@ def _inputs(
     if model is not None and config.pipeline_spec.learns:
         text = mtp_line(model.config, model.shapes or None, config.model.mtp)
         yield from [("", text)] if text else []
-    for role, path in (("reference", config.reference.path), ("teacher", config.teacher.path)):
-        if layout.ranks[role] and path is not None:
-            yield "", f"{role} {_folder(path)}, frozen"
+    if layout.ranks["reference"] and config.reference.path is not None:
+        yield "", f"reference {_folder(config.reference.path)}, frozen"
+    for folder, keys in keys_of_teachers(config.teacher).items() if layout.ranks["teacher"] else ():
+        whose = "" if keys == [PATH] else f" of {', '.join(str(key[-1]) for key in keys)}:"
+        yield "", f"teacher{whose} {_folder(folder)}, frozen"
     if config.uses_reference and config.reference.cache is not None:
         yield "", f"log-probs of the reference, computed once before the first step, in {config.reference.cache}"
     yield from _engines(config)

@@ -19,8 +19,8 @@ from hpcrl.config import Config, ConfigError, LoadedConfig, Problem
 from hpcrl.config.abilities import check_family, check_installed, check_length, check_mtp, check_parts, check_trainable
 from hpcrl.config.folders import conf_dir, conf_file, shown
 from hpcrl.config.judging import as_judges
-from hpcrl.config.model import ReferenceConfig
 from hpcrl.config.teacher import TeacherConfig
+from hpcrl.config.teacher_paths import PATH, PATHS, keys_of_teachers
 from hpcrl.launch.frozen import resolve_config
 from hpcrl.launch.hub import find_model
 from hpcrl.launch.machine import check_machine
@@ -43,6 +43,8 @@ from hpcrl.planner.image_memory import with_row_tokens
 from hpcrl.planner.memory import check_sizes
 from hpcrl.planner.served import check_judge_sizes
 from hpcrl.run_folder import CONFIG, RunState, check_run
+from hpcrl.spec.problems import Path as KeyPath
+from hpcrl.spec.problems import dotted
 from hpcrl.system.files import step_name, steps_in
 
 if TYPE_CHECKING:
@@ -77,8 +79,8 @@ def prepare(argv: Sequence[str]) -> tuple[Config, RoleLayout, ModelFolder | None
             model = _check_model(reading, config)
             config = _check_judge(reading, config)
             seen = _check_inputs(reading, config, None if layout_problems else layout)
-            config = _check_frozen("reference", config.uses_reference, reading, config, model)
-            config = _check_frozen("teacher", config.uses_teacher, reading, config, model)
+            config = _check_reference(reading, config, model)
+            config = _check_teachers(reading, config, model)
             config = _check_critic(reading, config)
             config = _check_reward_model(reading, config)
             if not layout_problems:
@@ -233,49 +235,70 @@ def _check_model(reading: LoadedConfig, config: Config) -> ModelFolder | None:
     return model
 
 
-def _check_frozen(role: str, used: bool, reading: LoadedConfig, config: Config, policy: ModelFolder | None) -> Config:
-    """The configuration with the folder of the `path` of the section reference or teacher in place of a hub name."""
-    section: ReferenceConfig | TeacherConfig = getattr(config, role)
-    if role == "reference" and used and config.reference.cache is not None:
+def _check_reference(reading: LoadedConfig, config: Config, policy: ModelFolder | None) -> Config:
+    """The configuration with the folder of reference.path in place of a hub name."""
+    if not config.uses_reference:
+        return config
+    changes: dict[str, str] = {}
+    if config.reference.cache is not None:
         cache = Path(config.reference.cache).expanduser().absolute()
         reading.add(list(_check_cache(cache)))
-        section = config.reference.model_copy(update={"cache": str(cache)})
-        config = config.model_copy(update={"reference": section})
-    if not used or section.path is None:
+        changes["cache"] = str(cache)
+    if config.reference.path is not None:
+        key = ("reference", "path")
+        changes["path"], _ = _check_frozen(key, config.reference.path, reading, config, config, policy)
+    return config.model_copy(update={"reference": config.reference.model_copy(update=changes)})
+
+
+def _check_teachers(reading: LoadedConfig, config: Config, policy: ModelFolder | None) -> Config:
+    """The configuration with the folders of teacher.path or teacher.paths in place of hub names."""
+    if not config.uses_teacher or (config.teacher.path is not None and config.teacher.paths):
         return config
-    key = (role, "path")
-    path, found, problems = _look_into(role, section.path, config.dry_run)
+    teacher, places = config.teacher, dict[KeyPath, str]()
+    for folder, keys in keys_of_teachers(teacher).items():
+        own = config.of_teacher(folder)
+        path, found = _check_frozen(keys[0], folder, reading, config, own, policy)
+        reading.add([] if found is None else list(_check_teacher(teacher, found, keys[0])))
+        places |= dict.fromkeys(keys, path)
+    changes = {"path": places.get(PATH), "paths": {name: places[*PATHS, name] for name in teacher.paths}}
+    return config.model_copy(update={"teacher": teacher.model_copy(update=changes)})
+
+
+def _check_frozen(
+    key: KeyPath, folder: str, reading: LoadedConfig, config: Config, own: Config, policy: ModelFolder | None
+) -> tuple[str, ModelFolder | None]:
+    """(folder, its model) of a frozen model given by `key`. `own` is what its engine reads."""
+    role = "teacher" if key[0] == "teacher" else "trainer"
+    path, found, problems = _look_into(key, folder, config.dry_run)
     if found is not None and policy is not None:
-        lines = check_vocabulary(role, found.path, policy.path)
+        lines = check_vocabulary(dotted(key), found.path, policy.path)
         problems += [Problem(key, line, (("model", "path"),)) for line in lines]
     if found is not None and found.model_type:
-        own, whose = (config.of_teacher(), role) if role == "teacher" else (config, "trainer")
-        problems += check_trainable(own, found.config, key, whose)
+        problems += check_trainable(own, found.config, key, role)
     if found is not None and found.max_positions is not None:
-        problems += check_length(config, found.max_positions, f"max_position_embeddings of {path}")
-    if found is not None and role == "teacher":
-        problems += _check_teacher(config.teacher, found)
+        whose = path if key[-1] == "path" else f"{path} ({dotted(key)})"
+        problems += check_length(config, found.max_positions, f"max_position_embeddings of {whose}")
     reading.add(problems)
-    return config.model_copy(update={role: section.model_copy(update={"path": path})})
+    return path, found
 
 
-def _check_teacher(teacher: TeacherConfig, found: ModelFolder) -> Iterator[Problem]:
-    """Why the model of a folder cannot judge tokens in the form of teacher.form."""
+def _check_teacher(teacher: TeacherConfig, found: ModelFolder, key: KeyPath) -> Iterator[Problem]:
+    """Why the model of a folder, given by `key`, cannot judge tokens in the form of teacher.form."""
     names = found.config.get("architectures")
     if isinstance(names, list) and any(str(name).endswith(SCALAR_HEADS) for name in names):
         text = f"{found.path} is of {names[0]}, whose head gives no probabilities of tokens; give a language model"
-        yield Problem(("teacher", "path"), f"teacher.path: {text}")
+        yield Problem(key, f"{dotted(key)}: {text}")
     words = decoder_keys(found.config).get("vocab_size")
     if teacher.form == "top_k" and isinstance(words, int) and teacher.top_k > words:
         text = f"{teacher.top_k} exceeds vocab_size of {found.path} = {words}; use teacher.form=full, or at most that"
-        yield Problem(("teacher", "top_k"), f"teacher.top_k: {text}", (("teacher", "path"),))
+        yield Problem(("teacher", "top_k"), f"teacher.top_k: {text}", (key,))
 
 
 def _check_critic(reading: LoadedConfig, config: Config) -> Config:
     """The configuration with the folder of critic.path in place of a hub name; the folder needs no tokenizer."""
     if not config.uses_critic or config.critic.path is None:
         return config
-    path, _, problems = _look_into("critic", config.critic.path, config.dry_run)
+    path, _, problems = _look_into(("critic", "path"), config.critic.path, config.dry_run)
     reading.add([problem for problem in problems if NO_TOKENIZER not in problem.text])
     return config.model_copy(update={"critic": config.critic.model_copy(update={"path": path})})
 
@@ -284,7 +307,7 @@ def _check_judge(reading: LoadedConfig, config: Config) -> Config:
     """The configuration with the folder of judge.path in place of a hub name."""
     if not config.asks("judge") or config.judge.path is None:
         return config
-    path, found, problems = _look_into("judge", config.judge.path, config.dry_run, check_chat_template)
+    path, found, problems = _look_into(("judge", "path"), config.judge.path, config.dry_run, check_chat_template)
     config = config.model_copy(update={"judge": config.judge.model_copy(update={"path": path})})
     own = config.of_judge()
     if found is not None and found.model_type:
@@ -309,7 +332,8 @@ def _check_reward_model(reading: LoadedConfig, config: Config) -> Config:
         return config
     own = config.reward_model
     check = functools.partial(check_scalar_head, weights=own.head_weights)
-    path, found, problems = _look_into("reward_model", config.reward_model.path, config.dry_run, check)
+    at = ("reward_model", "path")
+    path, found, problems = _look_into(at, config.reward_model.path, config.dry_run, check)
     if found is not None and found.max_positions is not None and own.max_tokens > found.max_positions:
         text = f"{own.max_tokens} exceeds max_position_embeddings of {path} = {found.max_positions}"
         at = ("reward_model", "max_tokens")
@@ -327,9 +351,9 @@ def _check_cache(cache: Path) -> Iterator[Problem]:
 
 
 def _look_into(
-    section: str, path: str, plan_only: bool, check: Callable[[ModelFolder], Iterable[str]] = lambda found: ()
+    key: KeyPath, path: str, plan_only: bool, check: Callable[[ModelFolder], Iterable[str]] = lambda found: ()
 ) -> tuple[str, ModelFolder | None, list[Problem]]:
-    """(folder, its model, problems) of a section's own `path`, a folder or a hub name, which is returned unchanged if
+    """(folder, its model, problems) of a model given by `key`, a folder or a hub name, which is returned unchanged if
     the model is not found. `check` yields lines that begin with model.path, as inspect_model()'s lines do."""
     found = None
     try:
@@ -339,7 +363,7 @@ def _look_into(
     else:
         found = inspect_model(Path(path), to_plan=plan_only)
         lines = [*found.problems, *check(found)]
-    return path, found, [Problem((section, "path"), line.replace("model.path", f"{section}.path")) for line in lines]
+    return path, found, [Problem(key, line.replace("model.path", dotted(key))) for line in lines]
 
 
 def _check_sizes(reading: LoadedConfig, config: Config, model: ModelFolder | None, image_tokens: int | None) -> None:

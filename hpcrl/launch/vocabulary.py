@@ -11,10 +11,10 @@ from hpcrl.launch.model_folder import TOKENIZERS
 from hpcrl.models.shape import decoder_keys
 
 
-def check_vocabulary(role: str, folder: Path, policy: Path) -> Iterator[str]:
-    """A line that begins with the key `path` of a role's section if the folder's tokenizer lacks a token of the
-    policy's tokenizer, special tokens included, or gives it another id. Additional tokens are allowed: no row contains
-    them. Nothing if a folder has no tokenizer, which inspect_model() reports."""
+def check_vocabulary(key: str, folder: Path, policy: Path) -> Iterator[str]:
+    """A line that begins with the folder's key if the folder's tokenizer lacks a token of the policy's tokenizer,
+    special tokens included, or gives it another id. Additional tokens are allowed: no row contains them. Nothing if a
+    folder has no tokenizer, which inspect_model() reports."""
     files = [[name for name in TOKENIZERS if (place / name).is_file()] for place in (folder, policy)]
     common = next((name for name in files[0] if name in files[1]), "")
     if not all(files) or (common and (folder / common).read_bytes() == (policy / common).read_bytes()):
@@ -23,13 +23,13 @@ def check_vocabulary(role: str, folder: Path, policy: Path) -> Iterator[str]:
         there, here = _tokens(folder), _tokens(policy)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         text = f"the tokenizers of {folder} and of {policy} (model.path) cannot be compared"
-        yield f"{role}.path: {text}: {type(error).__name__}: {error}; give both a tokenizer.json"
+        yield f"{key}: {text}: {type(error).__name__}: {error}; give both a tokenizer.json"
         return
     for token, number in here.items():
         if there.get(token) != number:
             found = f"has the id {there[token]}" if token in there else "does not exist"
             text = f"{folder} has another vocabulary than {policy} (model.path): token {token!r} {found}, not {number}"
-            yield f"{role}.path: {text}; give a model with the policy's tokenizer"
+            yield f"{key}: {text}; give a model with the policy's tokenizer"
             return
 
 

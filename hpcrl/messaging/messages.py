@@ -248,12 +248,13 @@ class Logprobs(Message):
 
 
 class Teach(Message):
-    """Fill fields of the batch with what the teacher gives for its tokens (teacher.form): [T], or [T, width] for a
-    field with a width above 0."""
+    """Fill fields of the batch with what a teacher gives for the tokens of these rows (teacher.form): [T], or
+    [T, width] for a field with a width above 0. Other rows keep the values of earlier commands."""
 
     batch: int
     widths: dict[str, int]
     micro_batches: list[list[int]]
+    teacher: int = 0
 
 
 class StoreLogprobs(Message):

@@ -11,7 +11,8 @@ from dataclasses import replace
 from typing import Protocol, cast
 
 from hpcrl.cluster.layout import RoleLayout
-from hpcrl.config import Config, Problem, RoleName
+from hpcrl.config import Config, Problem
+from hpcrl.config.teacher_paths import keys_of_teachers
 from hpcrl.models.families import shape_of
 from hpcrl.models.shape import CannotPlanError, ModelShape, Parameter
 from hpcrl.planner.activations import Tokens, forward_logits_bytes, forward_only
@@ -19,9 +20,11 @@ from hpcrl.planner.image_memory import with_row_tokens
 from hpcrl.planner.memory_parts import BYTES, PHASES, Change, Part, Phase, PlanRow, has_gpus, samples_of_a_step
 from hpcrl.planner.taught_memory import field_parts, head_parts
 from hpcrl.planner.traffic import Sent, StepWork
-from hpcrl.spec.problems import dotted
+from hpcrl.spec.problems import Path, dotted
 from hpcrl.spec.table import load
 from hpcrl.spec.tables import TRAIN_ENGINES
+
+REFERENCE_PATH: Path = ("reference", "path")
 
 
 class TrainPlan(Protocol):
@@ -94,44 +97,46 @@ def check_reference(config: Config, layout: RoleLayout, shape: ModelShape) -> It
     """Problems of the engine with the reference model in reference.path, for these sizes and ranks. CannotPlanError as
     above."""
     own, sizes = config.of_reference(), reference_shape(config, shape)
-    yield from _check_frozen("reference", own, layout, sizes)
+    yield from _check_frozen(REFERENCE_PATH, own, layout, sizes)
     if config.learns_from_rewards:  # a generator may draw any row
-        yield from _check_rows("reference", own, sizes, shape)
-
-
-def teacher_shape(config: Config, policy: ModelShape) -> ModelShape:
-    """The teacher's parameters. `policy` is the policy model's shape. CannotPlanError as reference_shape()."""
-    return policy if config.teacher.path is None else _with_rows_of(policy, config.teacher.path, "teacher.path")
+        yield from _check_rows(REFERENCE_PATH, own, sizes, shape)
 
 
 def teacher_parts(config: Config, shape: ModelShape, num_ranks: int) -> list[Part]:
-    """Memory parts of the fullest teacher rank. `shape` is the policy model's. CannotPlanError as above."""
-    own = config.of_teacher()
-    parts = train_plan(own).reference_parts(own, teacher_shape(config, shape), num_ranks)
-    during: dict[tuple[Phase, ...], tuple[Phase, ...]] = {("reference",): ("teacher",)}
-    of_model = [replace(part, role="teacher", during=during.get(part.during, part.during)) for part in parts]
-    return [*of_model, *field_parts(config, RoleLayout.from_config(config), "teacher")]
+    """Memory parts of the fullest teacher rank: the weights of every teacher, and of what only its pass needs the
+    largest, since the teachers work one after another. `shape` is the policy model's. CannotPlanError as above."""
+    lasting: list[Part] = []
+    passing: dict[str, Part] = {}
+    known = keys_of_teachers(config.teacher)
+    for folder, keys in known.items():
+        own, sizes = config.of_teacher(folder), _with_rows_of(shape, folder, dotted(keys[0]))
+        for part in train_plan(own).reference_parts(own, sizes, num_ranks):
+            if part.during == ("reference",):
+                held = replace(part, role="teacher", during=("teacher",))
+                passing[part.name] = max(passing.get(part.name, held), held, key=lambda each: each.num_bytes)
+            else:
+                of = f" of {', '.join(str(key[-1]) for key in keys)}" if len(known) > 1 else ""
+                lasting.append(replace(part, role="teacher", name=f"{part.name}{of}"))
+    return [*lasting, *passing.values(), *field_parts(config, RoleLayout.from_config(config), "teacher")]
 
 
 def check_teacher(config: Config, layout: RoleLayout, shape: ModelShape) -> Iterator[Problem]:
-    """Problems of the engine with the model in teacher.path, as check_reference()."""
-    own, sizes = config.of_teacher(), teacher_shape(config, shape)
-    yield from _check_frozen("teacher", own, layout, sizes)
-    if config.teacher.form != "sampled":  # where a token that the teacher lacks has a log-prob
-        yield from _check_rows("teacher", own, sizes, shape)
+    """Problems of the engine with the models in teacher.path or teacher.paths, as check_reference()."""
+    for folder, (key, *_) in keys_of_teachers(config.teacher).items():
+        own, sizes = config.of_teacher(folder), _with_rows_of(shape, folder, dotted(key))
+        yield from _check_frozen(key, own, layout, sizes)
+        if config.teacher.form != "sampled":  # where a token that the teacher lacks has a log-prob
+            yield from _check_rows(key, own, sizes, shape)
 
 
-def _check_frozen(role: RoleName, own: Config, layout: RoleLayout, sizes: ModelShape) -> Iterator[Problem]:
-    """Problems of the engine of a role with a frozen model in its own folder, for its configuration and the model's
-    sizes."""
-    key = (role, "path")
+def _check_frozen(key: Path, own: Config, layout: RoleLayout, sizes: ModelShape) -> Iterator[Problem]:
+    """Problems of an engine with a frozen model in the folder of `key`, for its configuration and the model's sizes."""
     for problem in train_plan(own).check(own, layout, sizes):
         yield Problem(problem.path, f"{problem.text} ({dotted(key)})", (*problem.involves, key))
 
 
-def _check_rows(role: RoleName, own: Config, sizes: ModelShape, policy: ModelShape) -> Iterator[Problem]:
-    """A frozen model whose vocabulary has fewer rows than the policy's."""
-    key = (role, "path")
+def _check_rows(key: Path, own: Config, sizes: ModelShape, policy: ModelShape) -> Iterator[Problem]:
+    """A frozen model, in the folder of `key`, whose vocabulary has fewer rows than the policy's."""
     if sizes.vocab_size < policy.vocab_size:
         text = f"{own.model.path} has a vocabulary of {sizes.vocab_size} rows, the policy's {policy.vocab_size}"
         yield Problem(key, f"{dotted(key)}: {text}; give a model with at least as many", (("model", "path"),))

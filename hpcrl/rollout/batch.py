@@ -88,6 +88,7 @@ class Batch:
         teacher_topk_ids: Tensor | None
         teacher_topk_logprobs: Tensor | None
         teacher_states: Tensor | None
+        teachers: Tensor | None
         values: Tensor | None
         advantages: Tensor | None
         returns: Tensor | None

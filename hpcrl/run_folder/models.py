@@ -28,15 +28,22 @@ BLOCK, SAMPLES = 16 << 10, 16
 def models_of(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Key (such as model.path) -> config.json, for each model given as a folder whose config.json is readable."""
     found = {}
-    for section in SECTIONS:
-        if path := (config.get(section) or {}).get("path"):
-            try:
-                content = json.loads((Path(path) / "config.json").read_text())
-            except (OSError, ValueError, RecursionError):
-                continue  # reported where the model is read
-            if isinstance(content, dict):
-                found[f"{section}.path"] = {key: content[key] for key in content if key not in OF_THE_WRITER}
+    for name, path in folders_of(config).items():
+        try:
+            content = json.loads((Path(path) / "config.json").read_text())
+        except (OSError, ValueError, RecursionError):
+            continue  # reported where the model is read
+        if isinstance(content, dict):
+            found[name] = {key: content[key] for key in content if key not in OF_THE_WRITER}
     return found
+
+
+def folders_of(config: Mapping[str, Any]) -> dict[str, str]:
+    """Key (such as model.path or teacher.paths.DOMAIN) -> folder."""
+    sections = {section: config.get(section) or {} for section in SECTIONS}
+    found = {f"{section}.path": path for section, own in sections.items() if (path := own.get("path"))}
+    of_domains = sections["teacher"].get("paths") or {}
+    return found | {f"teacher.paths.{domain}": folder for domain, folder in of_domains.items()}
 
 
 def check_models(config: Mapping[str, Any], attempts: Sequence[Mapping[str, Any]]) -> None:
@@ -45,7 +52,7 @@ def check_models(config: Mapping[str, Any], attempts: Sequence[Mapping[str, Any]
     for key, content in now.items():
         first = next((then[key] for attempt in attempts if key in (then := attempt.get("models", {}))), content)
         if changed := [line for _, line in differences(first, content)]:
-            folder = config[key.removesuffix(".path")]["path"]
+            folder = folders_of(config)[key]
             more = f", and {len(changed) - MAX_SHOWN} more" if len(changed) > MAX_SHOWN else ""
             shown = ", ".join(changed[:MAX_SHOWN]) + more
             lines.append(f"{key}: {folder}/config.json is of another model than when the run began ({shown})")
@@ -59,11 +66,11 @@ def weights_of(config: Mapping[str, Any]) -> dict[str, dict[str, str]]:
     the start. The digest is of the size, the beginning and samples: the files of large models are not read whole."""
     sections = [*FROZEN, *(["model"] if _reads_model_again(config) else [])]
     found = {}
-    for section in sections:
-        if path := (config.get(section) or {}).get("path"):
+    for key, path in folders_of(config).items():
+        if key.split(".")[0] in sections:
             try:
                 files = sorted(each for each in Path(path).iterdir() if each.suffix in WEIGHTS)
-                found[f"{section}.path"] = {each.name: _sampled(each) for each in files}
+                found[key] = {each.name: _sampled(each) for each in files}
             except OSError:
                 continue  # reported where the model is read
     return found
@@ -95,8 +102,7 @@ def check_weights(config: Mapping[str, Any], attempts: Sequence[Mapping[str, Any
         first = next((then[key] for attempt in attempts if key in (then := attempt.get("weights", {}))), now)
         if now and first and now != first:
             changed = sorted(name for name in {*first, *now} if first.get(name) != now.get(name))
-            folder = config[key.removesuffix(".path")]["path"]
-            lines.append(f"{key}: the weights in {folder} have changed since this run began ({changed[0]})")
+            lines.append(f"{key}: the weights in {folders_of(config)[key]} have changed since this run began ({changed[0]})")
     if lines:
         lines[-1] += "; put them back, or use another run_name or resume=fresh"
         raise ConfigError(lines)

@@ -38,15 +38,18 @@ def without_answers(batch: Batch) -> Batch:
 
 def _empty(field: Field, batch: Batch, known: dict[str, Tensor]) -> Tensor:
     """The values of a field that nothing has filled, in the shape of the known column."""
-    like = known[field.name]
     counts = {
         Level.TOKEN: batch.num_tokens,
         Level.TURN: int(batch.cu_turns[-1]),
         Level.ROW: batch.num_sequences,
     }
-    count = 0 if field.ragged else counts[field.level]
+    return unfilled(field, 0 if field.ragged else counts[field.level], known[field.name])
+
+
+def unfilled(field: Field, count: int, like: Tensor) -> Tensor:
+    """[count, ...]: neutral values of a field, in the shape and dtype of `like` [n, ...]."""
     if field.name == "teacher_topk_ids":  # different tokens of small probability: a finite divergence of weight 0
-        return torch.arange(like.shape[1], dtype=like.dtype).expand(count, -1)
+        return torch.arange(like.shape[1], dtype=like.dtype).repeat(count, 1)
     if field.name == "teacher_topk_logprobs":
         return like.new_full((count, like.shape[1]), -1.0 - like.shape[1])
     return like.new_full((count, *like.shape[1:]), field.fill)

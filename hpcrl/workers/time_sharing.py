@@ -57,14 +57,12 @@ class TimeSharing:
 
     def enter(self, command: object) -> None:
         """Called before each command. Offloads and onloads if the command begins another phase."""
-        holding = [
-            name for name in ENGINE_ROLES if hasattr(self._roles.get(name), "engine")
-        ]  # a reference may be freed
-        engines = {name: cast(EngineRole, self._roles[name]).engine for name in holding}
+        built = [name for name in ENGINE_ROLES if name in self._roles]
+        engines = [(name, engine) for name in built for engine in cast(EngineRole, self._roles[name]).engines]
         if isinstance(command, BuildRole):
             if command.role == "generator":
                 self._turn = "generate"
-                for engine in engines.values():
+                for _, engine in engines:
                     engine.offload(weights=not self._shares_weights)
             return
         turn = PHASE_OF.get(type(command), self._turn)
@@ -75,15 +73,15 @@ class TimeSharing:
             if not generator.progress():  # responses that continue after the step keep their cache
                 generator.sleep()
                 self._asleep = True
-            for engine in engines.values():
+            for _, engine in engines:
                 engine.onload()
         self._turn = turn
         if turn == "publish":
-            for name, engine in engines.items():
+            for name, engine in engines:
                 engine.offload(weights=name != "trainer")
             if self._asleep:
                 generator.wake()
                 self._asleep = False
         elif turn == "generate":
-            for engine in engines.values():
+            for _, engine in engines:
                 engine.offload()

@@ -15,9 +15,10 @@ from torch import Tensor
 from hpcrl.algorithms.factory import make_algorithm
 from hpcrl.algorithms.interface import AdvantageEstimator, Outputs, RewardTable
 from hpcrl.algorithms.metrics import advantage_stats, batch_stats, domain_stats
-from hpcrl.algorithms.token_losses import fill_weights
+from hpcrl.algorithms.token_losses import fill_teachers, fill_weights
 from hpcrl.comm.data_parallel import DataParallel
 from hpcrl.config import Config
+from hpcrl.config.teacher_paths import teachers
 from hpcrl.data import HeadRows, SFTRows, sft_rows
 from hpcrl.data.answers import TrainedSequence, with_answer_of
 from hpcrl.data.stored_logprobs import StoredLogprobs, write_part
@@ -81,6 +82,11 @@ class EngineRole:
         check_segments(self.engine, worker.config.by_steps)
         self._ranks = DataParallel(worker.world, self.name, worker.layout.division(self.name))
         self._rows: dict[str, SFTRows] = {}
+
+    @property
+    def engines(self) -> list[TrainEngine]:
+        """All engines of the role; none while a reference is freed."""
+        return [self.engine] if hasattr(self, "engine") else []
 
     def _make_engine(self, model_path: Path) -> TrainEngine:
         return self._make(self._worker.config, model_path)
@@ -195,10 +201,11 @@ class TrainerRole(EngineRole):
         check_objective(self.engine, self._algorithm.objective)
         divergence = self._algorithm.objective.divergence
         if divergence is not None and divergence.form == "full":
-            teacher = worker.config.of_teacher().model
-            assert teacher.path is not None, "checked before the start"
-            dtype, device = getattr(torch, teacher.dtype), "cuda" if torch.cuda.is_available() else "cpu"
-            self._algorithm.objective.teacher_head = read_teacher_head(Path(teacher.path), dtype, device)
+            dtype = getattr(torch, worker.config.of_teacher().model.dtype)
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+            heads = [read_teacher_head(Path(folder), dtype, device) for folder in teachers(worker.config.teacher)]
+            objective = self._algorithm.objective
+            objective.teacher_head, objective.further_heads = heads[0], tuple(heads[1:])
 
     def handlers(self) -> dict[type, Callable[[Any, int], Any]]:
         return super().handlers() | {
@@ -246,6 +253,7 @@ class TrainerRole(EngineRole):
         table = _gather_rewards(batch, self._ranks, command.domains)
         own = _fill_advantages(estimator, batch, table, self._ranks)
         fill_weights(self._worker.config, batch, command.domains)
+        fill_teachers(self._worker.config, batch, command.domains)
         own |= self._algorithm.objective.prepare(batch, self._ranks.all_sum)
         if not self._ranks.is_head:
             return Done(seq)

@@ -21,6 +21,7 @@ from hpcrl.messaging.messages import (
     LoadState,
     Logprobs,
     Sampling,
+    Teach,
     TrainCritic,
     TrainStep,
     UpdateWeights,
@@ -75,7 +76,7 @@ STEP: list[Any] = [
 
 
 def turns_of(engine: Recorder, *roles: str) -> TimeSharing:
-    return TimeSharing({role: SimpleNamespace(engine=engine) for role in roles})  # type: ignore[misc]
+    return TimeSharing({role: SimpleNamespace(engine=engine, engines=[engine]) for role in roles})  # type: ignore[misc]
 
 
 def test_memory_moves_once_per_turn_of_training_or_generation() -> None:
@@ -104,12 +105,22 @@ def test_a_generator_with_unfinished_responses_stays_awake() -> None:
 def test_other_engines_are_offloaded_with_the_trainer_and_during_publishing(role: str) -> None:
     trainer, other, generator = Recorder(), Recorder(), Recorder()
     engines = {"trainer": trainer, role: other, "generator": generator}
-    turns = TimeSharing({role: SimpleNamespace(engine=engine) for role, engine in engines.items()})  # type: ignore[misc]
+    turns = TimeSharing({role: SimpleNamespace(engine=engine, engines=[engine]) for role, engine in engines.items()})  # type: ignore[misc]
     for command in [*STEP[:7], Values(1, []), TrainCritic(1, [], 1.0, 1.0), TrainStep(1, [], 1.0, 1.0), STEP[9]]:
         turns.enter(command)
     assert trainer.calls == ["offload all", "onload", "offload state", "offload all", "onload", "offload state"]
     assert other.calls == ["offload all", "onload", "offload all", "offload all", "onload", "offload all"]
     assert generator.calls == ["sleep", "wake", "sleep", "wake"]
+
+
+def test_all_teachers_move_with_the_trainer() -> None:
+    trainer, first, second, generator = (Recorder() for _ in range(4))
+    held = {"trainer": [trainer], "teacher": [first, second], "generator": [generator]}
+    turns = TimeSharing({role: SimpleNamespace(engine=each[0], engines=each) for role, each in held.items()})  # type: ignore[misc]
+    for command in [*STEP[:6], Teach(1, {}, [], 1), STEP[7], STEP[9]]:
+        turns.enter(command)
+    moved = ["offload all", "onload", "offload all", "offload all", "onload", "offload all"]
+    assert first.calls == second.calls == moved and trainer.calls[2] == "offload state"
 
 
 def test_a_checkpoint_is_loaded_while_the_generator_sleeps() -> None:
@@ -122,7 +133,7 @@ def test_a_checkpoint_is_loaded_while_the_generator_sleeps() -> None:
 
 def test_a_generator_that_reads_the_trainers_weights_leaves_them_where_they_are() -> None:
     engine = Recorder()
-    roles: Any = {role: SimpleNamespace(engine=engine) for role in ("trainer", "generator")}
+    roles: Any = {role: SimpleNamespace(engine=engine, engines=[engine]) for role in ("trainer", "generator")}
     TimeSharing(roles, shares_weights=True).enter(STEP[0])
     assert engine.calls == ["offload state"]
 

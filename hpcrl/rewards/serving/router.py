@@ -13,6 +13,7 @@ from difflib import get_close_matches
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.config import Config, RewardConfig
 from hpcrl.config.generating import GenerateConfig
+from hpcrl.config.teacher_checks import lacks_teacher
 from hpcrl.data.places import open_table
 from hpcrl.data.rows import ANSWER_KEYS, RawContext, RowSet, parse_row, sources, start_domains
 from hpcrl.data.tasks import Split, built_in_reward, is_generated
@@ -227,7 +228,17 @@ def _check_losses(config: Config, rows: Mapping[Split, RowSet]) -> list[str]:
         return []
     domains, otherwise = rows["train"].domain_names, "loss.default is for all domains without their own"
     wrong = [name for name in config.loss if name not in (*domains, DEFAULT)]
-    return [f"loss.{name}: {_no_row_of(name, domains, 'loss', otherwise, 'data.train')}" for name in wrong]
+    problems = [f"loss.{name}: {_no_row_of(name, domains, 'loss', otherwise, 'data.train')}" for name in wrong]
+    return problems + (_check_teachers(config, domains) if config.uses_teacher else [])
+
+
+def _check_teachers(config: Config, domains: Sequence[str]) -> list[str]:
+    """Reports teachers of domains without a row to train on, and domains that learn from a teacher and have none."""
+    key, otherwise = "teacher.paths", "teacher.paths.default is for all domains without their own"
+    wrong = [name for name in config.teacher.paths if name not in (*domains, DEFAULT)]
+    problems = [f"{key}.{name}: {_no_row_of(name, domains, key, otherwise, 'data.train')}" for name in wrong]
+    asked = [name for name in domains if name not in config.loss]  # hpcrl.config.teacher_checks reports others
+    return problems + [why for name in asked if (why := lacks_teacher(config, name))]
 
 
 def _unused(config: Config, rows: Mapping[Split, RowSet]) -> set[str]:

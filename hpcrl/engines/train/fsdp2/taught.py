@@ -31,15 +31,25 @@ class TaughtTopK:
 
 @dataclass(frozen=True)
 class TaughtStates:
-    """states: [N, D], the teacher's final hidden states before the tokens; head: its output head."""
+    """states: [N, D], the teacher's final hidden states before the tokens; head: its output head. With several
+    teachers, teachers: int64 [N], the number of each token's; further: the heads of the teachers 1, 2, ...; D is that
+    of the widest, and the states of others end with columns that are not read."""
 
     divergence: Divergence
     states: Tensor
     head: TeacherHead
+    further: tuple[TeacherHead, ...] = ()
+    teachers: Tensor | None = None
+
+    @property
+    def num_words(self) -> int:
+        """Words that every teacher has."""
+        return min(len(head.weight) for head in (self.head, *self.further))
 
     def of(self, tokens: Tensor) -> TaughtStates:
         """Of some of the tokens, int64 [n]."""
-        return replace(self, states=self.states.index_select(0, tokens))
+        own = None if self.teachers is None else self.teachers.index_select(0, tokens)
+        return replace(self, states=self.states.index_select(0, tokens), teachers=own)
 
 
 Taught = TaughtTopK | TaughtStates
@@ -77,14 +87,18 @@ def taught_of(
     states, head = required(batch, "teacher_states", "the divergence over the whole vocabulary"), objective.teacher_head
     if head is None:
         raise ValueError(f"the divergence over the whole vocabulary needs {name}.teacher_head, which is not set")
-    if states.shape[1:] != head.weight.shape[1:]:
+    heads = head, *objective.further_heads
+    if states.shape[1] != max(each.weight.shape[1] for each in heads):
         raise ValueError(
             f"batch.teacher_states {[*states.shape]} are not of the teacher whose head has the shape "
-            f"{[*head.weight.shape]}; their widths must be equal"
+            f"{', '.join(str([*each.weight.shape]) for each in heads)}; their widths must be equal"
         )
-    return TaughtStates(
-        asked, to_device(states.new_zeros(1, states.shape[1]) if invent else states[places], device), head
-    )
+    own = None
+    if objective.further_heads:
+        numbers = required(batch, "teachers", "the divergence from several teachers").long()
+        own = to_device(numbers.new_zeros(1) if invent else numbers[batch.row_ids[places]], device)
+    given = states.new_zeros(1, states.shape[1]) if invent else states[places]
+    return TaughtStates(asked, to_device(given, device), head, objective.further_heads, own)
 
 
 def without_taught(batch: Batch) -> Batch:

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hpcrl.algorithms.interface import TeacherHead
 from hpcrl.engines.train.fsdp2.logits import Head, blocks_of, scaled_logits
 from hpcrl.engines.train.fsdp2.taught import Taught, TaughtStates, TaughtTopK
 from hpcrl.engines.train.fsdp2.vocabulary import VocabularyPart
@@ -175,11 +176,25 @@ def _blocks(logits: tuple[Tensor, Tensor], options: _Options) -> Any:
 
 
 def _teacher_logits(taught: TaughtStates, chunk: slice, options: _Options) -> Tensor:
-    """The teacher's scaled logits of the words of this rank's part, float32 [n, count]."""
-    head, words = taught.head, slice(options.part.first, options.part.first + options.part.count)
+    """The teacher's scaled logits of the words of this rank's part, float32 [n, count]; with several teachers, each
+    token's teacher's."""
+    states = taught.states[chunk]
+    if taught.teachers is None:
+        return _logits_of(taught.head, states, options)
+    numbers = taught.teachers[chunk]
+    found = states.new_empty(len(states), options.part.count, dtype=torch.float32)
+    for number, head in enumerate((taught.head, *taught.further)):
+        tokens = (numbers == number).nonzero()[:, 0]
+        if len(tokens):
+            found[tokens] = _logits_of(head, states[tokens, : head.weight.shape[1]], options)
+    return found
+
+
+def _logits_of(head: TeacherHead, states: Tensor, options: _Options) -> Tensor:
+    words = slice(options.part.first, options.part.first + options.part.count)
     bias = None if head.bias is None else head.bias[words]
     own = Head(head.softcap, head.scale, options.head.float32)
-    return scaled_logits(taught.states[chunk].to(head.weight.dtype), head.weight[words], bias, own, options.temperature)
+    return scaled_logits(states.to(head.weight.dtype), head.weight[words], bias, own, options.temperature)
 
 
 class _OverTopK(torch.autograd.Function):
@@ -265,9 +280,9 @@ def token_divergence(
     teacher's, differentiable by hidden, weight and bias; equal on all ranks of the part's group, which call it
     together.
 
-    Over the whole vocabulary, only words count that both models have, the first min(V, V of the teacher): both
-    softmaxes are over these. Among the teacher's k words, those that the student lacks are left out of the teacher's
-    softmax.
+    Over the whole vocabulary, only words count that both models have, the first min(V, V of the teacher), of several
+    teachers the smallest: both softmaxes are over these. Among the teacher's k words, those that the student lacks are
+    left out of the teacher's softmax.
 
     Args:
         hidden: [N, h], the student's states before the tokens, equal on all ranks. Each rank's gradient covers its
@@ -282,5 +297,5 @@ def token_divergence(
     options = _Options(head, asked.beta, asked.temperature, chunk_tokens, part)
     if isinstance(taught, TaughtTopK):
         return _OverTopK.apply(hidden, weight, bias, taught, options)  # type: ignore[no-any-return]
-    common = replace(options, part=part.up_to(len(taught.head.weight)))
+    common = replace(options, part=part.up_to(taught.num_words))
     return _OverVocabulary.apply(hidden, weight, bias, taught, common)  # type: ignore[no-any-return]
