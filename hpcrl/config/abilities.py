@@ -8,6 +8,7 @@ from typing import Any
 from hpcrl.config.engines import GeneratorConfig, TrainerConfig
 from hpcrl.config.judging import JUDGE_ENGINE
 from hpcrl.config.schema import Config
+from hpcrl.config.self_teaching_checks import check_self_teaching
 from hpcrl.models.families import SEEING
 from hpcrl.models.mtp import untrainable
 from hpcrl.spec.extras import install, version_of
@@ -208,11 +209,13 @@ def _teacher(config: Config) -> Iterator[Problem]:
     if not config.uses_teacher or config.debug == "fake":
         return
     name, key = config.teacher_engine, TEACHER_ENGINE
-    if config.teacher.path is None:
+    yield from check_self_teaching(config)
+    if config.teacher.source == "folder" and config.teacher.path is None:
         text = "there is no model to learn from; give a folder in HF layout with the policy's tokenizer"
         yield Problem(("teacher", "path"), f"teacher.path: {text}", (("algorithm",), ("pipeline",)))
         return
-    yield from _without_policy("teacher", config)
+    if config.teacher.source == "folder":
+        yield from _without_policy("teacher", config)
     if config.teacher.form not in (gives := TRAIN_ENGINES[name].teaches):
         instead = _able(TRAIN_ENGINES, key, lambda spec: config.teacher.form in spec.teaches)
         text = f"the {name} teacher gives only {', '.join(sorted(gives))}{instead}"

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.config import Config, RoleName
-from hpcrl.models.families import shape_of
+from hpcrl.models.families import read_shape, shape_of
 from hpcrl.models.shape import ModelShape
 from hpcrl.planner.activations import FP32, INDEX, LOGITS_BLOCK, Tokens
 from hpcrl.planner.memory_parts import BYTES, Part, samples_of_a_step
@@ -16,7 +16,7 @@ HEAD = "teacher's head"
 
 
 def given_bytes(config: Config) -> int:
-    """Bytes that a teacher gives about a token. CannotPlanError if they depend on teacher.path and it cannot be
+    """Bytes that a teacher gives about a token. CannotPlanError if they depend on the teacher's folder and it cannot be
     read."""
     if (divergence := config.divergence) is None:
         return 0
@@ -26,13 +26,13 @@ def given_bytes(config: Config) -> int:
         case "top_k":
             return 2 * FP32 * divergence.top_k
         case "full":
-            return FP32 * _teacher(config).hidden_size
+            return FP32 * taught_by(config).hidden_size
 
 
 def head_parts(config: Config) -> Iterator[Part]:
     """A trainer rank's copy of the teacher's output head. CannotPlanError as given_bytes()."""
     if (divergence := config.divergence) is not None and divergence.form == "full":
-        teacher = _teacher(config)
+        teacher = taught_by(config)
         size = teacher.vocab_size * teacher.hidden_size
         yield Part("trainer", HEAD, size * BYTES[config.trainer.param_dtype])
 
@@ -69,5 +69,10 @@ def divergence_bytes(config: Config, shape: ModelShape, tokens: Tokens, num_byte
     return beside + chunk, beside + chunk + of_states + of_matrix
 
 
-def _teacher(config: Config) -> ModelShape:
-    return shape_of(config.teacher.path, "teacher.path")
+def taught_by(config: Config) -> ModelShape:
+    """The teacher's sizes and parameters. CannotPlanError as given_bytes()."""
+    if config.teacher.source == "folder":
+        return shape_of(config.teacher.path, "teacher.path")
+    if config.model.path is None:
+        return read_shape(config.model.tiny.hf_config())
+    return shape_of(config.model.path, "model.path")

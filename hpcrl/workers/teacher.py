@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -12,10 +13,11 @@ import torch
 from torch import Tensor
 
 from hpcrl.engines.train.training_engine import TrainEngine
-from hpcrl.messaging.messages import Done, Teach
+from hpcrl.messaging.messages import Done, LoadTeacher, Teach
 from hpcrl.models.shape import decoder_keys
 from hpcrl.rollout.batch import Batch, MicroBatches
 from hpcrl.spec.trajectory import FIELDS
+from hpcrl.workers.teacher_reading import judge_reading
 from hpcrl.workers.trainer import EngineRole
 
 UNKNOWN = -20.0
@@ -23,22 +25,28 @@ UNKNOWN = -20.0
 
 
 class TeacherRole(EngineRole):
-    """The model in teacher.path."""
+    """The model in teacher.path, or an earlier policy (teacher.sync_every)."""
 
     name = "teacher"
 
     def _make_engine(self, model_path: Path) -> TrainEngine:
         own = self._worker.config.of_teacher()
-        folder = Path(own.model.path or model_path)
+        folder = Path(self._worker.config.teacher.path or model_path)
         self._num_rows = decoder_keys(json.loads((folder / "config.json").read_text())).get("vocab_size")
         return self._make(own, folder)
 
     def handlers(self) -> dict[type, Callable[[Any, int], Any]]:
-        return super().handlers() | {Teach: self._teach}
+        return super().handlers() | {Teach: self._teach, LoadTeacher: self._load}
+
+    def _load(self, command: LoadTeacher, seq: int) -> Done:
+        del self.engine
+        gc.collect()  # frees the old engine's memory before the new engine needs it
+        self.engine = self._make_engine(Path(command.folder))
+        return Done(seq)
 
     def _teach(self, command: Teach, seq: int) -> Done:
         batch = self._worker.batches[command.batch]
-        judged = self._judge(batch, command.micro_batches)
+        judged = judge_reading(command.prompts, batch, lambda read: self._judge(read, command.micro_batches))
         for (name, width), values in zip(command.widths.items(), judged, strict=True):
             dtype = getattr(torch, FIELDS[name].dtype)
             setattr(batch, name, self._ranks.outputs(values, batch.num_tokens, width, dtype))

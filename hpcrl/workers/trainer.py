@@ -40,12 +40,14 @@ from hpcrl.messaging.messages import (
     LoadReference,
     LoadRollouts,
     LoadRows,
+    LoadTeacherHead,
     Logprobs,
     LossStats,
     MixRows,
     ReadLogprobs,
     ReleaseReference,
     StoreLogprobs,
+    Teach,
     TrainStep,
     WriteRollouts,
 )
@@ -61,6 +63,8 @@ from hpcrl.spec.tables import TRAIN_ENGINES
 from hpcrl.spec.trajectory import FIELDS, Level, Origin, fields_of
 from hpcrl.workers.mixing import with_answers, without_answers
 from hpcrl.workers.role import Rank
+from hpcrl.workers.self_teaching import judge
+from hpcrl.workers.teacher_reading import judge_reading
 
 
 class EngineRole:
@@ -195,22 +199,45 @@ class TrainerRole(EngineRole):
         check_objective(self.engine, self._algorithm.objective)
         divergence = self._algorithm.objective.divergence
         if divergence is not None and divergence.form == "full":
-            teacher = worker.config.of_teacher().model
-            assert teacher.path is not None, "checked before the start"
-            dtype, device = getattr(torch, teacher.dtype), "cuda" if torch.cuda.is_available() else "cpu"
-            self._algorithm.objective.teacher_head = read_teacher_head(Path(teacher.path), dtype, device)
+            self._read_head(Path(worker.config.teacher.path or worker.model_path))
 
     def handlers(self) -> dict[type, Callable[[Any, int], Any]]:
-        return super().handlers() | {
-            Advantages: self._advantages,
-            TrainStep: self._train_step,
-            MixRows: self._mix_rows,
-            LossStats: self._loss_stats,
-            WriteRollouts: self._write_rollouts,
-            StoreLogprobs: self._store_logprobs,
-            ReadLogprobs: self._read_logprobs,
-            Export: self.export,
-        }
+        own = {Teach: self._teach} if self._worker.config.teacher_is_trainer else {}
+        return (
+            super().handlers()
+            | own
+            | {
+                LoadTeacherHead: self._load_head,
+                Advantages: self._advantages,
+                TrainStep: self._train_step,
+                MixRows: self._mix_rows,
+                LossStats: self._loss_stats,
+                WriteRollouts: self._write_rollouts,
+                StoreLogprobs: self._store_logprobs,
+                ReadLogprobs: self._read_logprobs,
+                Export: self.export,
+            }
+        )
+
+    def _read_head(self, folder: Path) -> None:
+        dtype = getattr(torch, self._worker.config.of_teacher().model.dtype)
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        self._algorithm.objective.teacher_head = read_teacher_head(folder, dtype, device)
+
+    def _load_head(self, command: LoadTeacherHead, seq: int) -> Done:
+        self._read_head(Path(command.folder))
+        return Done(seq)
+
+    def _teach(self, command: Teach, seq: int) -> Done:
+        batch, temperature = self._worker.batches[command.batch], self._algorithm.objective.temperature
+        given = self._worker.config, self.engine
+        judged = judge_reading(
+            command.prompts, batch, lambda read: judge(*given, read, command.micro_batches, temperature)
+        )
+        for (name, width), values in zip(command.widths.items(), judged, strict=True):
+            dtype = getattr(torch, FIELDS[name].dtype)
+            setattr(batch, name, self._ranks.outputs(values, batch.num_tokens, width, dtype))
+        return Done(seq)
 
     def _store_logprobs(self, command: StoreLogprobs, seq: int) -> Done:
         batch = self._worker.batches[command.batch]
