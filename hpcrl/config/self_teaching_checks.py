@@ -14,7 +14,7 @@ def check_self_teaching(config: Config) -> Iterator[Problem]:
     """Report a policy that cannot be its own teacher, and runs whose teacher cannot read another prompt."""
     own = config.teacher
     if own.source == "base" and not config.trainer.lora.rank:
-        text = "base is the policy without its adapters, and trainer.lora.rank is 0; train adapters, or use folder with"
+        text = "base is the policy without its adapters, and trainer.lora.rank is 0; raise it, or use folder with"
         yield Problem(
             SOURCE, f"teacher.source: {text} teacher.path={config.model.path}", (("trainer", "lora", "rank"),)
         )

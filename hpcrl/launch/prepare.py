@@ -233,8 +233,10 @@ def _check_model(reading: LoadedConfig, config: Config) -> ModelFolder | None:
     if model.max_positions is not None:
         name = f"max_position_embeddings of {model.path}"
         reading.add(list(check_length(config, model.max_positions, name)))
-        own = config.teacher.source != "folder"
-        reading.add(list(check_teacher_length(config, model.max_positions, name)) if own else [])
+        if config.teacher.source != "folder":
+            reading.add(list(check_teacher_length(config, model.max_positions, name)))
+    if config.uses_teacher and config.teacher.source != "folder":
+        reading.add(list(_check_teacher(config.teacher, model)))
     return model
 
 

@@ -69,7 +69,8 @@ def trainer_parts(config: Config, shape: ModelShape, num_ranks: int) -> list[Par
     parts = train_plan(config).trainer_parts(config, shape, num_ranks)
     if config.trains_head:
         return [part for part in parts if part.name != "logits"]
-    return [*parts, *head_parts(config), *field_parts(config, RoleLayout.from_config(config), "trainer")]
+    fields = field_parts(config, RoleLayout.from_config(config), "trainer")
+    return [*parts, *head_parts(config), *fields, *_own_teaching_parts(config, shape, num_ranks)]
 
 
 def _with_rows_of(policy: ModelShape, folder: str, key: str) -> ModelShape:
@@ -111,6 +112,16 @@ def teacher_parts(config: Config, shape: ModelShape, num_ranks: int) -> list[Par
     during: dict[tuple[Phase, ...], tuple[Phase, ...]] = {("reference",): ("teacher",)}
     of_model = [replace(part, role="teacher", during=during.get(part.during, part.during)) for part in parts]
     return [*of_model, *field_parts(config, RoleLayout.from_config(config), "teacher")]
+
+
+def _own_teaching_parts(config: Config, shape: ModelShape, num_ranks: int) -> Iterator[Part]:
+    """What a trainer rank needs beside its weights to compute a teacher's values of sequences with teacher.context,
+    which may be longer than those that it trains on. CannotPlanError as above."""
+    if config.teacher_is_trainer and config.teacher.context is not None:
+        own = config.of_teacher()
+        for part in train_plan(own).reference_parts(own, shape, num_ranks):
+            if part.during == ("reference",):
+                yield replace(part, role="trainer", name=f"{part.name} of teaching", during=("teacher",))
 
 
 def check_teacher(config: Config, layout: RoleLayout, shape: ModelShape) -> Iterator[Problem]:

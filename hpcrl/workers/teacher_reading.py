@@ -26,7 +26,8 @@ def judge_reading(prompts: Mapping[int, bytes], batch: Batch, judge: Judge) -> S
 
 def with_prompts(batch: Batch, prompts: Mapping[int, bytes]) -> Batch:
     """The rows with other prompts, by group id. Rows are single responses."""
-    token_ids, turn_ids, loss_mask, lengths = [], [], [], [0]
+    token_ids, turn_ids, loss_mask = [batch.token_ids[:0]], [batch.turn_ids[:0]], [batch.loss_mask[:0]]
+    lengths = [0]
     for (first, end), group in zip(pairwise(batch.cu_seqlens.tolist()), batch.group_ids.tolist(), strict=True):
         prompt = torch.from_numpy(np.frombuffer(prompts[group], dtype=np.int32).astype(np.int64))
         written = batch.turn_ids[first:end] >= 0
