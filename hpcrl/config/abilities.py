@@ -8,6 +8,7 @@ from typing import Any
 from hpcrl.config.engines import GeneratorConfig, TrainerConfig
 from hpcrl.config.judging import JUDGE_ENGINE
 from hpcrl.config.schema import Config
+from hpcrl.config.self_teaching_checks import check_self_teaching
 from hpcrl.config.teacher_checks import check_teacher_paths
 from hpcrl.config.teacher_paths import teachers
 from hpcrl.models.families import SEEING
@@ -210,13 +211,15 @@ def _teacher(config: Config) -> Iterator[Problem]:
     if not config.uses_teacher or config.debug == "fake":
         return
     name, key = config.teacher_engine, TEACHER_ENGINE
-    if not teachers(config.teacher):
+    yield from check_self_teaching(config)
+    if config.teacher.source == "folder" and not teachers(config.teacher):
         text = "there is no model to learn from; give a folder in HF layout with the policy's tokenizer"
         involved = (("teacher", "paths"), ("algorithm",), ("pipeline",))
         yield Problem(("teacher", "path"), f"teacher.path: {text}", involved)
         return
     yield from check_teacher_paths(config)
-    yield from _without_policy("teacher", config)
+    if config.teacher.source == "folder":
+        yield from _without_policy("teacher", config)
     if config.teacher.form not in (gives := TRAIN_ENGINES[name].teaches):
         instead = _able(TRAIN_ENGINES, key, lambda spec: config.teacher.form in spec.teaches)
         text = f"the {name} teacher gives only {', '.join(sorted(gives))}{instead}"

@@ -400,16 +400,30 @@ class Config(Section):
         """Name of the training engine that the teacher's ranks use."""
         return "fake" if self.debug == "fake" else self.teacher.engine or self.trainer.engine
 
+    @property
+    def teacher_is_trainer(self) -> bool:
+        """Whether the run has a teacher, and the trainer's engine computes its values (teacher.source)."""
+        return self.uses_teacher and self.teacher.is_trainer
+
+    @property
+    def teacher_prompt_tokens(self) -> int:
+        """Maximum prompt length that the teacher reads, tokens."""
+        longest = self.teacher.max_prompt_tokens if self.teacher.context is not None else None
+        return longest or self.data.max_prompt_tokens
+
     def of_teacher(self, folder: str | None = None) -> Config:
-        """The configuration that a teacher's engine and its plan read: with the teacher's model, engine and dtype, and
-        without what only the policy's training needs. folder: None: that of the first teacher."""
+        """The configuration that a teacher's engine and its plan read: with the teacher's model, engine, dtype and
+        prompts, and without what only the policy's training needs. folder: None: that of the first teacher, or the
+        policy's."""
         engine = self.teacher.engine or self.trainer.engine
         head = self.trainer.head_dtype if TRAIN_ENGINES[engine].float32_head else None
         changes = {"engine": engine, "lora": LoRAConfig(), "router_replay": False, "freeze": [], "head_dtype": head}
         trainer = self.trainer.model_copy(update=changes).of_another_model()
         folder = folder or next(iter(teachers(self.teacher)), self.model.path)
         own = {"path": folder, "dtype": self.trainer.param_dtype, "mtp": "drop"}
-        return self.model_copy(update={"model": self.model.model_copy(update=own), "trainer": trainer})
+        data = self.data.model_copy(update={"max_prompt_tokens": self.teacher_prompt_tokens})
+        changed = {"model": self.model.model_copy(update=own), "trainer": trainer, "data": data}
+        return self.model_copy(update=changed)
 
     @property
     def uses_critic(self) -> bool:

@@ -7,17 +7,18 @@ from typing import Annotated
 from pydantic import AfterValidator, Field
 
 from hpcrl.config.scalar_heads import train_engine_name
+from hpcrl.config.self_teaching import SelfTeaching
 from hpcrl.spec.divergence import DivergenceForm
-from hpcrl.spec.fields import NUMBER, Positive, Section
+from hpcrl.spec.fields import NUMBER, Positive
 
 
-class TeacherConfig(Section):
+class TeacherConfig(SelfTeaching):
     """The frozen model of the role teacher, which judges every token that the policy generates. Its engine reads the
     keys of `trainer` that are not about optimisation, and holds the weights in trainer.param_dtype."""
 
     path: str | None = None
     """Folder in HF layout of a model of any size, with a tokenizer in which every token of the policy has the same id;
-    null: no teacher."""
+    null: no teacher, or the policy (source)."""
     paths: dict[str, str] = {}
     """Domain -> folder, in place of path: the domain's tokens learn from this teacher; the key default is for all other
     domains. Domains with the same folder share its model."""

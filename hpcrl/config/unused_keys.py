@@ -8,6 +8,7 @@ from hpcrl.config.engines import LoRAConfig, TrainerConfig
 from hpcrl.config.rollout import DomainRolloutConfig
 from hpcrl.config.scalar_heads import CriticConfig
 from hpcrl.config.schema import Config
+from hpcrl.config.self_teaching_checks import unread_of_teaching
 from hpcrl.config.teacher_checks import unread_teachers
 from hpcrl.config.untrained import ANSWER_KEYS, OF_COMPARED, unread_without_trainer
 from hpcrl.models.families import has_experts
@@ -166,8 +167,9 @@ def _unread_models(config: Config) -> Iterator[tuple[Path, Path, str]]:
             yield ("teacher",), (cause,), f"{name} has no teacher"
     else:
         yield from unread_teachers(config)
-        if config.teacher.form != "top_k":
-            yield ("teacher", "top_k"), ("teacher", "form"), f"form is {config.teacher.form}"
+        yield from unread_of_teaching(config)
+    if config.uses_teacher and config.teacher.form != "top_k":
+        yield ("teacher", "top_k"), ("teacher", "form"), f"form is {config.teacher.form}"
     if config.teacher.form == "sampled":
         yield ("teacher", "beta"), ("teacher", "form"), "form is sampled, the reverse KL"
     if not config.uses_critic:

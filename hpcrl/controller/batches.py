@@ -26,6 +26,7 @@ class BatchHandle:
         weights: Sample -> its weight in the loss, if not 1.
         coefficients: Numbers of this batch that the objective reads besides the algorithm's coefficients.
         domains: Name -> its prompts.
+        teacher_prompts: Prompt -> the token ids that the teacher reads in its place; empty without teacher.context.
     """
 
     id: int
@@ -39,6 +40,7 @@ class BatchHandle:
     weights: Mapping[int, float] = field(default_factory=dict)
     coefficients: dict[str, float] = field(default_factory=dict)
     domains: dict[str, list[int]] = field(default_factory=dict)
+    teacher_prompts: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
     @property
     def samples(self) -> list[int]:

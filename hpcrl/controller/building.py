@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 from hpcrl.cluster.layout import ENGINE_ROLES, RoleLayout
 from hpcrl.cluster.profiled import profiled_ranks
 from hpcrl.config import Config
-from hpcrl.controller.checkpoints import Checkpoints
+from hpcrl.controller.checkpoints import Adapting, Checkpoints
 from hpcrl.controller.clients import Roles, RolloutTransfer, Trainer, Weights
 from hpcrl.controller.critic_client import Critic
 from hpcrl.controller.debug import FixedWeights, IdleTrainer, StoredRollouts
@@ -30,6 +30,7 @@ from hpcrl.controller.supervised import AnswerRows
 from hpcrl.controller.teacher_client import Teacher
 from hpcrl.data import PromptSource
 from hpcrl.data.chat import bind
+from hpcrl.data.privileged import PrivilegedContext
 from hpcrl.data.written_turns import WrittenTurns
 from hpcrl.engines.expert_routes import routes_of
 from hpcrl.messaging import messages
@@ -103,13 +104,14 @@ def build(
     reference = Reference(controller, layout, config, run_dir)
     if isinstance(data, AnswerRows) and config.uses_reference and config.reference.cache is not None:
         reference = CachedReference(controller, layout, config, run_dir, trainer, data, model_path)
+    teacher = Teacher(controller, layout, config, run_dir)
     imitation = Imitation(controller, layout, config, trainer, tokenizer, model_path)
-    checkpoint = Checkpoints(controller, layout, config, run_dir, attempt, data, [trainer, reference, imitation])
+    parts: list[Adapting] = [trainer, reference, teacher, imitation]
+    checkpoint = Checkpoints(controller, layout, config, run_dir, attempt, data, parts)
     first_step = checkpoint.restore()
     background.check(checkpoint.commit_if_written)
     profiler = StepProfiler(controller, config.profile.steps, profiled_ranks(config, layout), first_step)
     roles, critic = Roles(controller, layout), Critic(controller, layout, config)
-    teacher = Teacher(controller, layout, config)
     learners = (roles, trainer, reference, teacher, imitation, critic)
     return Parts(*learners, weights, data, evaluation, checkpoint, first_step, profiler)
 
@@ -191,7 +193,8 @@ def _make_rollouts(
     run_dir: Path,
     fence: Callable[[], None],
 ) -> Rollouts:
-    source = PromptSource(config.data, "train", tokenizer, config.seed, config.rollout.num_prompts)
+    context = PrivilegedContext.of(config)
+    source = PromptSource(config.data, "train", tokenizer, config.seed, config.rollout.num_prompts, context)
     return Rollouts(loop, transfer_group, replica_capacity(config, layout), config, source, run_dir, fence)
 
 

@@ -72,6 +72,8 @@ class Rollouts:
                 self._loop.restore_sizes(collected.groups, collected.sizes)
         for uid in sorted(set(handle.prompts.values())):
             handle.domains.setdefault(self._prompts[uid].domain, []).append(uid)
+            if self._prompts[uid].teacher_ids:
+                handle.teacher_prompts[uid] = self._prompts[uid].teacher_ids
         self._loop.forget(collected.groups)
         self._loop.background([])  # after the rollout transfer, which decode chunks would delay
         recorded = len(self._records)

@@ -16,6 +16,7 @@ from hpcrl.data.chat import cut_to_fit, encode, plain, render
 from hpcrl.data.files import BadRow
 from hpcrl.data.image_tokens import bound_vision, encode_with_images
 from hpcrl.data.media import read_images
+from hpcrl.data.privileged import PrivilegedContext
 from hpcrl.data.rows import Row, RowSet, domain_shares, require_same
 from hpcrl.data.tasks import Split
 from hpcrl.data.template_forms import TemplateRefusal
@@ -43,11 +44,12 @@ class RowOrigin(NamedTuple):
 
 
 class _Encoded(NamedTuple):
-    """A row's prompt: its rendered text, its token ids, and its images."""
+    """A row's prompt: its rendered text, its token ids, its images, and the token ids that a teacher reads."""
 
     text: str
     token_ids: list[int]
     media: tuple[Medium, ...]
+    teacher_ids: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
@@ -67,9 +69,17 @@ class PromptSource:
     evenly; the last domain gets the remainder. A prompt that cannot be trained on is replaced by another prompt of its
     domain: immediately if it is too long, else when replace() is called."""
 
-    def __init__(self, config: DataConfig, split: Split, tokenizer: Any, seed: int, batch_size: int):
-        """ValueError lists all errors of the data, one line each."""
-        self._config = config
+    def __init__(
+        self,
+        config: DataConfig,
+        split: Split,
+        tokenizer: Any,
+        seed: int,
+        batch_size: int,
+        context: PrivilegedContext | None = None,
+    ):
+        """`context` makes the prompts that a teacher reads. ValueError lists all errors of the data, one line each."""
+        self._config, self._context = config, context
         self._split = split
         self._tokenizer = tokenizer
         self._seed = seed
@@ -104,17 +114,18 @@ class PromptSource:
     def _fits(self, row: int) -> bool:
         """Whether a row's length allows drawing it; a row that is unusable for another reason may pass."""
         try:
-            return len(self._encode(self._rows.row(row), row).token_ids) <= self._config.max_prompt_tokens
+            return not self._too_long(self._encode(self._rows.row(row), row))
         except BadRow:
             return True
 
     def _all_too_long(self, stream: _Stream) -> str:
         whose = f" of domain {stream.name}" if self._mixed else ""
-        return (
-            f"data.{self._split}: all {len(stream.rows)} prompts{whose} have more than "
-            f"data.max_prompt_tokens={self._config.max_prompt_tokens} tokens; raise it, or set "
-            "data.overlong_prompts=truncate"
-        )
+        limit, remedy = f"data.max_prompt_tokens={self._config.max_prompt_tokens}", "data.overlong_prompts=truncate"
+        if self._context is not None:
+            limit += f" or, with teacher.context, teacher.max_prompt_tokens={self._context.max_tokens}"
+            remedy = "a shorter teacher.context"
+        rows = f"all {len(stream.rows)} prompts{whose}"
+        return f"data.{self._split}: {rows} have more than {limit} tokens; raise it, or set {remedy}"
 
     @property
     def domains(self) -> list[str]:
@@ -145,13 +156,12 @@ class PromptSource:
                 self._dropped.append(self.ledger.close_prompt(uid, PromptOutcome.FAILED, unusable))
                 continue
             uid = self.ledger.open(epoch, row, parsed.domain)
-            if len(encoded.token_ids) <= self._config.max_prompt_tokens:
+            if not (reason := self._too_long(encoded)):
                 if owed:
                     self._owed.pop(0)
                 else:
                     self._num_given += 1
                 return _prompt(uid, epoch, row, parsed, encoded)
-            reason = f"{len(encoded.token_ids)} tokens"
             self._dropped.append(self.ledger.close_prompt(uid, PromptOutcome.TOO_LONG, reason))
         raise ValueError(unusable or self._all_too_long(stream))
 
@@ -212,8 +222,7 @@ class PromptSource:
         except BadRow as error:  # from a generated source, or its images are gone
             logger.warning("%s; the row is left out", error)
             return PromptOutcome.FAILED
-        fits = len(encoded.token_ids) <= self._config.max_prompt_tokens
-        return _prompt(row, 0, row, parsed, encoded) if fits else PromptOutcome.TOO_LONG
+        return PromptOutcome.TOO_LONG if self._too_long(encoded) else _prompt(row, 0, row, parsed, encoded)
 
     def origins(self, prompts: Iterable[Prompt]) -> list[RowOrigin]:
         """Where each of these prompts is from."""
@@ -228,7 +237,35 @@ class PromptSource:
             stream.order = (epoch, order)
         return epoch, int(stream.rows[stream.order[1][position]])
 
+    def _too_long(self, encoded: _Encoded) -> str:
+        """The length of a prompt that exceeds its limit, as text; empty if none does."""
+        if len(encoded.token_ids) > self._config.max_prompt_tokens:
+            return f"{len(encoded.token_ids)} tokens"
+        if self._context is not None and len(encoded.teacher_ids) > self._context.max_tokens:
+            return f"{len(encoded.teacher_ids)} tokens with teacher.context"
+        return ""
+
     def _encode(self, parsed: Row, row: int) -> _Encoded:
+        """The prompt, and what a teacher reads. Errors as in _encode_prompt(); BadRow if the row lacks what
+        teacher.context reads; ValueError if this is too long and so configured."""
+        encoded = self._encode_prompt(parsed, row)
+        if self._context is None:
+            return encoded
+        messages = self._context.messages(parsed, self._rows.where(row))
+        try:
+            text = render(self._tokenizer, messages, parsed.tools, **parsed.variables)
+        except TemplateRefusal as error:
+            reason = f"the chat template refuses the row with teacher.context: {error.reason}"
+            raise BadRow(f"{self._rows.where(row)}: {reason}") from error
+        found = encoded._replace(teacher_ids=tuple(encode(self._tokenizer, text)))
+        if self._config.overlong_prompts == "error" and (why := self._too_long(found)):
+            limit = f"teacher.max_prompt_tokens={self._context.max_tokens}"
+            raise ValueError(
+                f"{self._rows.where(row)}: the prompt has {why}, but {limit} (data.overlong_prompts=drop leaves it out)"
+            )
+        return found
+
+    def _encode_prompt(self, parsed: Row, row: int) -> _Encoded:
         """Text, token ids and images, truncated if so configured; still too long if the prompt is to be dropped. BadRow
         if the chat template refuses the row, or if an image cannot be read."""
         images = read_images(parsed.images, bound_vision(self._tokenizer))
@@ -303,4 +340,5 @@ def _prompt(uid: int, epoch: int, row: int, parsed: Row, encoded: _Encoded) -> P
         parsed.messages,
         parsed.tools,
         encoded.media,
+        encoded.teacher_ids,
     )

@@ -13,8 +13,9 @@ from hpcrl.config import Config, Problem
 from hpcrl.config.teacher_paths import keys_of_teachers
 from hpcrl.data.answers import REWRITES, LeftOut, turns_of
 from hpcrl.data.chat import bind, end_of_turn, plain, render
-from hpcrl.data.files import ShardedTable, Table
+from hpcrl.data.files import BadRow, ShardedTable, Table
 from hpcrl.data.image_sizes import ImageCheck
+from hpcrl.data.privileged import PrivilegedContext
 from hpcrl.data.rendering import RowCheck
 from hpcrl.data.rows import ChecksRows, RowSet
 from hpcrl.data.tasks import Split
@@ -289,6 +290,9 @@ def _examples(config: Config, template: FolderTemplate, rows: RowSet) -> Iterato
     try:
         if not _learns_from_answers(config):
             yield "example", _quoted(render(template, row.messages, row.tools, **row.variables))
+            if (context := PrivilegedContext.of(config)) is not None:
+                read = context.messages(row, rows.where(rows.first_usable))
+                yield "", f"the teacher reads: {_quoted(render(template, read, row.tools, **row.variables))}"
         else:
             *_, (learned, _) = pieces = list(turns_of(template, row))
             yield "example", _quoted("".join(text for text, _ in pieces[:-1]))
@@ -298,7 +302,7 @@ def _examples(config: Config, template: FolderTemplate, rows: RowSet) -> Iterato
             else:
                 yield "", f"chosen: {_quoted(learned)}"
                 yield "", f"rejected: {_quoted(list(turns_of(template, row.rejected))[-1][0])}"
-    except (TemplateRefusal, LeftOut):  # reported, or skipped with a note
+    except (TemplateRefusal, LeftOut, BadRow):  # reported, or skipped with a note
         return
 
 

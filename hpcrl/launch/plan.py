@@ -107,6 +107,7 @@ def _inputs(
     for folder, keys in keys_of_teachers(config.teacher).items() if layout.ranks["teacher"] else ():
         whose = "" if keys == [PATH] else f" of {', '.join(str(key[-1]) for key in keys)}:"
         yield "", f"teacher{whose} {_folder(folder)}, frozen"
+    yield from _own_teacher(config)
     if config.uses_reference and config.reference.cache is not None:
         yield "", f"log-probs of the reference, computed once before the first step, in {config.reference.cache}"
     yield from _engines(config)
@@ -221,6 +222,21 @@ def _methods(config: Config) -> Iterator[str]:
         beta = "" if own.form == "sampled" else f", beta {own.beta:g}"
         tokens = f", {own.top_k} tokens" if own.form == "top_k" else ""
         yield f"teacher ({own.form}{tokens}{beta})"
+
+
+def _own_teacher(config: Config) -> Iterator[tuple[str, str]]:
+    """A policy that is its own teacher, and prompts that only a teacher reads."""
+    own = config.teacher
+    if not config.uses_teacher:
+        return
+    if own.source == "base":
+        yield "", "teacher: the policy without its adapters, by the trainer's engine; no copy of weights"
+    elif own.is_trainer and own.source == "policy":
+        yield "", "teacher: the policy before each step's update, by the trainer's engine; no copy of weights"
+    elif own.source == "policy":
+        yield "", f"teacher: a copy of the policy, first the initial one, updated every {own.sync_every} step(s)"
+    if own.context is not None:
+        yield "", f"the teacher reads prompts up to {config.teacher_prompt_tokens} tokens with teacher.context"
 
 
 def _algorithm(config: Config) -> str:

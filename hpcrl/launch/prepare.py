@@ -19,6 +19,7 @@ from hpcrl.config import Config, ConfigError, LoadedConfig, Problem
 from hpcrl.config.abilities import check_family, check_installed, check_length, check_mtp, check_parts, check_trainable
 from hpcrl.config.folders import conf_dir, conf_file, shown
 from hpcrl.config.judging import as_judges
+from hpcrl.config.self_teaching_checks import check_teacher_length
 from hpcrl.config.teacher import TeacherConfig
 from hpcrl.config.teacher_paths import PATH, PATHS, keys_of_teachers
 from hpcrl.launch.frozen import resolve_config
@@ -101,6 +102,7 @@ def prepare(argv: Sequence[str]) -> tuple[Config, RoleLayout, ModelFolder | None
 def _check_inputs(reading: LoadedConfig, config: Config, layout: RoleLayout | None) -> ShownRows:
     """Checks prompt files, rewards and stored rollouts; returns the plan's summary. `layout` is None if impossible."""
     from hpcrl.data import READERS, check_answers, check_shares, head_row_reader, parse_row, read_splits
+    from hpcrl.data.privileged import with_context_check
     from hpcrl.envs.factory import validate_envs
     from hpcrl.launch.data_summary import (
         check_media,
@@ -131,7 +133,8 @@ def _check_inputs(reading: LoadedConfig, config: Config, layout: RoleLayout | No
         drops = not config.learns_from_rewards and config.data.unusable_rows == "drop"
         read = head_row_reader(config.head_training) if config.trains_head else READERS[config.row_kind]
         read_val = read if config.validates_rows else parse_row
-        rows, wrong = read_splits(config.data, config.seed, seeing or checks, read, drops, read_val)
+        checked = with_context_check(config, seeing or checks)
+        rows, wrong = read_splits(config.data, config.seed, checked, read, drops, read_val)
         wrong += check_own_variables(config, rows)
         wrong += check_media(config, rows, vision) if not unusable else []
         if config.learns_from_rewards:
@@ -231,7 +234,12 @@ def _check_model(reading: LoadedConfig, config: Config) -> ModelFolder | None:
         reading.add(list(check_parts(config, model.config)))
         reading.add(list(check_mtp(config, model.config, model.shapes or None)))
     if model.max_positions is not None:
-        reading.add(list(check_length(config, model.max_positions, f"max_position_embeddings of {model.path}")))
+        name = f"max_position_embeddings of {model.path}"
+        reading.add(list(check_length(config, model.max_positions, name)))
+        if config.teacher.source != "folder":
+            reading.add(list(check_teacher_length(config, model.max_positions, name)))
+    if config.uses_teacher and config.teacher.source != "folder":
+        reading.add(list(_check_teacher(config.teacher, model, ("model", "path"))))
     return model
 
 
@@ -278,6 +286,8 @@ def _check_frozen(
     if found is not None and found.max_positions is not None:
         whose = path if key[-1] == "path" else f"{path} ({dotted(key)})"
         problems += check_length(config, found.max_positions, f"max_position_embeddings of {whose}")
+        if role == "teacher":
+            problems += check_teacher_length(config, found.max_positions, f"max_position_embeddings of {whose}")
     reading.add(problems)
     return path, found
 

@@ -249,12 +249,15 @@ class Logprobs(Message):
 
 class Teach(Message):
     """Fill fields of the batch with what a teacher gives for the tokens of these rows (teacher.form): [T], or
-    [T, width] for a field with a width above 0. Other rows keep the values of earlier commands."""
+    [T, width] for a field with a width above 0. Other rows keep the values of earlier commands. `prompts` are those
+    that the teacher reads (teacher.context) for this rank's rows, by the uid of the policy's prompt, token ids as
+    int32; empty: it reads the policy's."""
 
     batch: int
     widths: dict[str, int]
     micro_batches: list[list[int]]
     teacher: int = 0
+    prompts: dict[int, bytes] = {}
 
 
 class StoreLogprobs(Message):
@@ -410,6 +413,18 @@ class LoadReference(Message):
     folder: str
 
 
+class LoadTeacher(Message):
+    """Make the model in this folder the teacher; to teacher ranks."""
+
+    folder: str
+
+
+class LoadTeacherHead(Message):
+    """Read the teacher's output head from this folder; to trainer ranks with teacher.form=full."""
+
+    folder: str
+
+
 class ReleaseReference(Message):
     """Free the reference's engine, which gets no further command."""
 
@@ -470,6 +485,8 @@ Command = (
     | FinishCheck
     | LoadState
     | LoadReference
+    | LoadTeacher
+    | LoadTeacherHead
     | ReleaseReference
     | Export
     | ExportCritic

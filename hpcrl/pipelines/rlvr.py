@@ -36,6 +36,7 @@ def rlvr(run: Run) -> None:
             run.imitation.mix(batch),
             run.trainer.update(batch),
             run.reference.update(step, run.trainer),
+            run.teacher.update(step, run.trainer),
         ]
         run.rollouts.store(batch, run.trainer)
         run.trainer.drop(batch)

@@ -137,7 +137,7 @@ def check_sizes(config: Config, layout: RoleLayout, shape: ModelShape) -> list[P
         problems += train_plan(config).check(config, layout, shape)
         if config.uses_reference and config.reference.path is not None:
             problems += check_reference(config, layout, shape)
-        if config.uses_teacher:
+        if config.uses_teacher and not config.teacher_is_trainer:
             problems += [problem for problem in check_teacher(config, layout, shape) if problem not in problems]
         if config.uses_critic:
             problems += [problem for problem in check_critic(config, layout, shape) if problem not in problems]

@@ -6,9 +6,8 @@ from collections.abc import Iterator
 
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.config import Config, RoleName
-from hpcrl.config.teacher import TeacherConfig
-from hpcrl.config.teacher_paths import keys_of_teachers, teachers
-from hpcrl.models.families import shape_of
+from hpcrl.config.teacher_paths import keys_of_teachers
+from hpcrl.models.families import read_shape, shape_of
 from hpcrl.models.shape import ModelShape
 from hpcrl.planner.activations import FP32, INDEX, LOGITS_BLOCK, Tokens
 from hpcrl.planner.memory_parts import BYTES, Part, samples_of_a_step
@@ -29,18 +28,18 @@ def given_bytes(config: Config) -> int:
         case "top_k":
             return 2 * FP32 * divergence.top_k
         case "full":
-            return FP32 * states_width(config.teacher)
+            return FP32 * states_width(config)
 
 
-def states_width(teacher: TeacherConfig) -> int:
+def states_width(config: Config) -> int:
     """Numbers of a token's state in the form full: the widest teacher's. CannotPlanError if a folder cannot be read."""
-    return max(shape.hidden_size for shape in _shapes(teacher))
+    return max(shape.hidden_size for shape in _taught_by(config))
 
 
 def head_parts(config: Config) -> Iterator[Part]:
     """A trainer rank's copy of the teachers' output heads. CannotPlanError as given_bytes()."""
     if (divergence := config.divergence) is not None and divergence.form == "full":
-        size = sum(shape.vocab_size * shape.hidden_size for shape in _shapes(config.teacher))
+        size = sum(shape.vocab_size * shape.hidden_size for shape in _taught_by(config))
         yield Part("trainer", HEAD, size * BYTES[config.trainer.param_dtype])
 
 
@@ -72,11 +71,15 @@ def divergence_bytes(config: Config, shape: ModelShape, tokens: Tokens, num_byte
     else:
         numbers = min(config.trainer.logits_chunk_tokens, tokens.predicted) * shape.vocab_size
         further = max(0, min(4 * numbers, LOGITS_BLOCK) - 2 * min(numbers, LOGITS_BLOCK))
-        chunk = (numbers * min(2, len(teachers(config.teacher))) + further) * FP32
+        chunk = (numbers * min(2, len(_taught_by(config))) + further) * FP32
     of_states, of_matrix = (count * shape.hidden_size * num_bytes for count in (tokens.predicted, shape.vocab_size))
     return beside + chunk, beside + chunk + of_states + of_matrix
 
 
-def _shapes(teacher: TeacherConfig) -> list[ModelShape]:
-    """The different teachers' sizes. CannotPlanError if a folder cannot be read."""
-    return [shape_of(folder, dotted(keys[0])) for folder, keys in keys_of_teachers(teacher).items()]
+def _taught_by(config: Config) -> list[ModelShape]:
+    """The sizes of the different teachers. CannotPlanError as given_bytes()."""
+    if config.teacher.source == "folder":
+        return [shape_of(folder, dotted(keys[0])) for folder, keys in keys_of_teachers(config.teacher).items()]
+    if config.model.path is None:
+        return [read_shape(config.model.tiny.hf_config())]
+    return [shape_of(config.model.path, "model.path")]

@@ -6,7 +6,7 @@ model and keys, a head of one row and no logits.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Protocol, cast
 
@@ -72,7 +72,8 @@ def trainer_parts(config: Config, shape: ModelShape, num_ranks: int) -> list[Par
     parts = train_plan(config).trainer_parts(config, shape, num_ranks)
     if config.trains_head:
         return [part for part in parts if part.name != "logits"]
-    return [*parts, *head_parts(config), *field_parts(config, RoleLayout.from_config(config), "trainer")]
+    fields = field_parts(config, RoleLayout.from_config(config), "trainer")
+    return [*parts, *head_parts(config), *fields, *_own_teaching_parts(config, shape, num_ranks)]
 
 
 def _with_rows_of(policy: ModelShape, folder: str, key: str) -> ModelShape:
@@ -107,9 +108,8 @@ def teacher_parts(config: Config, shape: ModelShape, num_ranks: int) -> list[Par
     largest, since the teachers work one after another. `shape` is the policy model's. CannotPlanError as above."""
     lasting: list[Part] = []
     passing: dict[str, Part] = {}
-    known = keys_of_teachers(config.teacher)
-    for folder, keys in known.items():
-        own, sizes = config.of_teacher(folder), _with_rows_of(shape, folder, dotted(keys[0]))
+    known = list(_teachers(config, shape))
+    for keys, own, sizes in known:
         for part in train_plan(own).reference_parts(own, sizes, num_ranks):
             if part.during == ("reference",):
                 held = replace(part, role="teacher", during=("teacher",))
@@ -120,10 +120,27 @@ def teacher_parts(config: Config, shape: ModelShape, num_ranks: int) -> list[Par
     return [*lasting, *passing.values(), *field_parts(config, RoleLayout.from_config(config), "teacher")]
 
 
+def _teachers(config: Config, policy: ModelShape) -> Iterator[tuple[Sequence[Path], Config, ModelShape]]:
+    """(keys, own configuration, sizes) of each model on the teacher's ranks."""
+    for folder, keys in keys_of_teachers(config.teacher).items():
+        yield keys, config.of_teacher(folder), _with_rows_of(policy, folder, dotted(keys[0]))
+    if config.teacher.source == "policy":
+        yield [("teacher", "source")], config.of_teacher(), policy
+
+
+def _own_teaching_parts(config: Config, shape: ModelShape, num_ranks: int) -> Iterator[Part]:
+    """What a trainer rank needs beside its weights to compute a teacher's values of sequences with teacher.context,
+    which may be longer than those that it trains on. CannotPlanError as above."""
+    if config.teacher_is_trainer and config.teacher.context is not None:
+        own = config.of_teacher()
+        for part in train_plan(own).reference_parts(own, shape, num_ranks):
+            if part.during == ("reference",):
+                yield replace(part, role="trainer", name=f"{part.name} of teaching", during=("teacher",))
+
+
 def check_teacher(config: Config, layout: RoleLayout, shape: ModelShape) -> Iterator[Problem]:
     """Problems of the engine with the models in teacher.path or teacher.paths, as check_reference()."""
-    for folder, (key, *_) in keys_of_teachers(config.teacher).items():
-        own, sizes = config.of_teacher(folder), _with_rows_of(shape, folder, dotted(key))
+    for (key, *_), own, sizes in _teachers(config, shape):
         yield from _check_frozen(key, own, layout, sizes)
         if config.teacher.form != "sampled":  # where a token that the teacher lacks has a log-prob
             yield from _check_rows(key, own, sizes, shape)

@@ -25,6 +25,7 @@ PHASES: tuple[tuple[str, tuple[str, ...]], ...] = (
             "time/teacher",
             "time/old_entropies",
             "time/reference_update",
+            "time/teacher_update",
         ),
     ),
     ("weight updates", ("time/step_update_weights",)),

@@ -129,7 +129,8 @@ class Prompt:
 
     `uid` counts draws over the whole run, so it is unique over epochs and domains. `answer` is the gold answer for the
     reward (any JSON value); `extra` holds the row's columns without prompt and images; `text` was rendered from
-    `messages` and `tools`. `media` go to the generator ranks, which send them to trainers.
+    `messages` and `tools`. `media` go to the generator ranks, which send them to trainers. `teacher_ids` are
+    the tokens that a teacher reads in place of token_ids (teacher.context).
     """
 
     uid: int
@@ -143,6 +144,7 @@ class Prompt:
     messages: list[dict[str, Any]] = field(default_factory=list)
     tools: list[dict[str, Any]] | None = None
     media: tuple[Medium, ...] = ()
+    teacher_ids: tuple[int, ...] = ()
 
 
 class Sample:

@@ -102,7 +102,8 @@ def check_weights(config: Mapping[str, Any], attempts: Sequence[Mapping[str, Any
         first = next((then[key] for attempt in attempts if key in (then := attempt.get("weights", {}))), now)
         if now and first and now != first:
             changed = sorted(name for name in {*first, *now} if first.get(name) != now.get(name))
-            lines.append(f"{key}: the weights in {folders_of(config)[key]} have changed since this run began ({changed[0]})")
+            folder = folders_of(config)[key]
+            lines.append(f"{key}: the weights in {folder} have changed since this run began ({changed[0]})")
     if lines:
         lines[-1] += "; put them back, or use another run_name or resume=fresh"
         raise ConfigError(lines)

@@ -33,6 +33,7 @@ ACTIVITIES = {
     "TrainCritic": "training the critic",
     "UpdateWeights": "weight updates",
     **dict.fromkeys(("LoadReference", "ReleaseReference"), "updates of the reference"),
+    **dict.fromkeys(("LoadTeacher", "LoadTeacherHead"), "updates of the teacher"),
     "rollouts": "rollouts",
     "validation": "validation",
 }

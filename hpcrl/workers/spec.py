@@ -85,10 +85,12 @@ REFERENCE = RoleSpec(
 )
 
 TEACHER = RoleSpec(
-    about="Ranks of the teacher; only in pipeline=distill or with loss.NAME.divergence.",
+    about="Ranks of the teacher; only in pipeline=distill or with loss.NAME.divergence, and unless the trainer's ranks "
+    "compute its values (teacher.source).",
     make="hpcrl.workers.teacher:TeacherRole",
     plan="hpcrl.planner.trainer:teacher_parts",
     needed=lambda config: config.uses_teacher,
+    done_by_others=lambda config: config.teacher_is_trainer,
     holds_model=True,
     division=_teacher_division,
     owns_default_group=True,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -13,11 +14,12 @@ from torch import Tensor
 
 from hpcrl.config.teacher_paths import teachers
 from hpcrl.engines.train.training_engine import TrainEngine
-from hpcrl.messaging.messages import Done, Teach
+from hpcrl.messaging.messages import Done, LoadTeacher, Teach
 from hpcrl.models.shape import decoder_keys
 from hpcrl.rollout.batch import Batch, MicroBatches
 from hpcrl.spec.trajectory import FIELDS
 from hpcrl.workers.mixing import unfilled
+from hpcrl.workers.teacher_reading import judge_reading
 from hpcrl.workers.trainer import EngineRole
 
 UNKNOWN = -20.0
@@ -25,7 +27,8 @@ UNKNOWN = -20.0
 
 
 class TeacherRole(EngineRole):
-    """The models in teacher.path or teacher.paths, each with an engine of its own; they work one after another."""
+    """The models in teacher.path or teacher.paths, each with an engine of its own, which work one after another; or an
+    earlier policy (teacher.sync_every)."""
 
     name = "teacher"
 
@@ -42,7 +45,13 @@ class TeacherRole(EngineRole):
         return [self.engine, *self._others]
 
     def handlers(self) -> dict[type, Callable[[Any, int], Any]]:
-        return super().handlers() | {Teach: self._teach}
+        return super().handlers() | {Teach: self._teach, LoadTeacher: self._load}
+
+    def _load(self, command: LoadTeacher, seq: int) -> Done:
+        del self.engine, self._others
+        gc.collect()  # frees the old engine's memory before the new engine needs it
+        self.engine = self._make_engine(Path(command.folder))
+        return Done(seq)
 
     def _teach(self, command: Teach, seq: int) -> Done:
         batch = self._worker.batches[command.batch]
@@ -52,7 +61,8 @@ class TeacherRole(EngineRole):
             return Done(seq)
         rows = torch.zeros(batch.num_sequences, dtype=torch.bool)
         rows[[row for micro_batch in command.micro_batches for row in micro_batch]] = True
-        for (name, width), values in zip(command.widths.items(), self._judge(batch, command), strict=True):
+        judged = judge_reading(command.prompts, batch, lambda read: self._judge(read, command))
+        for (name, width), values in zip(command.widths.items(), judged, strict=True):
             if values is not None and width:  # another teacher's states may be wider
                 values = torch.nn.functional.pad(values, (0, width - values.shape[1]))
             found = self._ranks.outputs(values, batch.num_tokens, width, getattr(torch, FIELDS[name].dtype))

@@ -41,12 +41,14 @@ from hpcrl.messaging.messages import (
     LoadReference,
     LoadRollouts,
     LoadRows,
+    LoadTeacherHead,
     Logprobs,
     LossStats,
     MixRows,
     ReadLogprobs,
     ReleaseReference,
     StoreLogprobs,
+    Teach,
     TrainStep,
     WriteRollouts,
 )
@@ -62,6 +64,8 @@ from hpcrl.spec.tables import TRAIN_ENGINES
 from hpcrl.spec.trajectory import FIELDS, Level, Origin, fields_of
 from hpcrl.workers.mixing import with_answers, without_answers
 from hpcrl.workers.role import Rank
+from hpcrl.workers.self_teaching import judge
+from hpcrl.workers.teacher_reading import judge_reading
 
 
 class EngineRole:
@@ -201,23 +205,48 @@ class TrainerRole(EngineRole):
         check_objective(self.engine, self._algorithm.objective)
         divergence = self._algorithm.objective.divergence
         if divergence is not None and divergence.form == "full":
-            dtype = getattr(torch, worker.config.of_teacher().model.dtype)
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-            heads = [read_teacher_head(Path(folder), dtype, device) for folder in teachers(worker.config.teacher)]
-            objective = self._algorithm.objective
-            objective.teacher_head, objective.further_heads = heads[0], tuple(heads[1:])
+            folders = [Path(folder) for folder in teachers(worker.config.teacher)]
+            self._read_heads(folders or [worker.model_path])
 
     def handlers(self) -> dict[type, Callable[[Any, int], Any]]:
-        return super().handlers() | {
-            Advantages: self._advantages,
-            TrainStep: self._train_step,
-            MixRows: self._mix_rows,
-            LossStats: self._loss_stats,
-            WriteRollouts: self._write_rollouts,
-            StoreLogprobs: self._store_logprobs,
-            ReadLogprobs: self._read_logprobs,
-            Export: self.export,
-        }
+        own = {Teach: self._teach} if self._worker.config.teacher_is_trainer else {}
+        return (
+            super().handlers()
+            | own
+            | {
+                LoadTeacherHead: self._load_head,
+                Advantages: self._advantages,
+                TrainStep: self._train_step,
+                MixRows: self._mix_rows,
+                LossStats: self._loss_stats,
+                WriteRollouts: self._write_rollouts,
+                StoreLogprobs: self._store_logprobs,
+                ReadLogprobs: self._read_logprobs,
+                Export: self.export,
+            }
+        )
+
+    def _read_heads(self, folders: Sequence[Path]) -> None:
+        dtype = getattr(torch, self._worker.config.of_teacher().model.dtype)
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        heads = [read_teacher_head(folder, dtype, device) for folder in folders]
+        objective = self._algorithm.objective
+        objective.teacher_head, objective.further_heads = heads[0], tuple(heads[1:])
+
+    def _load_head(self, command: LoadTeacherHead, seq: int) -> Done:
+        self._read_heads([Path(command.folder)])
+        return Done(seq)
+
+    def _teach(self, command: Teach, seq: int) -> Done:
+        batch, temperature = self._worker.batches[command.batch], self._algorithm.objective.temperature
+        given = self._worker.config, self.engine
+        judged = judge_reading(
+            command.prompts, batch, lambda read: judge(*given, read, command.micro_batches, temperature)
+        )
+        for (name, width), values in zip(command.widths.items(), judged, strict=True):
+            dtype = getattr(torch, FIELDS[name].dtype)
+            setattr(batch, name, self._ranks.outputs(values, batch.num_tokens, width, dtype))
+        return Done(seq)
 
     def _store_logprobs(self, command: StoreLogprobs, seq: int) -> Done:
         batch = self._worker.batches[command.batch]

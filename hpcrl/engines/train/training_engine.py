@@ -5,6 +5,7 @@ order. The ranks of a data-parallel rank (hpcrl.spec.division) get equal batches
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
@@ -116,6 +117,9 @@ class ComputesEntropies(Protocol):
 class TrainsAdapters(Protocol):
     """A training engine with adapters for frozen weights (trainer.lora); the frozen weights are the reference
     policy."""
+
+    def without_adapters(self) -> AbstractContextManager[None]:
+        """Context in which the model computes with only the frozen weights, and its routers choose the experts."""
 
     def reference_logprobs(self, batch: Batch, micro_batches: MicroBatches, temperature: float) -> Tensor | None:
         """TrainEngine.logprobs() with only the frozen weights. Collective over the engine's ranks."""

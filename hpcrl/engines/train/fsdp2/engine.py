@@ -483,10 +483,16 @@ class FSDP2Engine:
         found = tell(*inputs, *asked)
         return to_host(spread(some, places, batch) for some in ((found,) if isinstance(found, Tensor) else found))
 
-    def reference_logprobs(self, batch: Batch, micro_batches: MicroBatches, temperature: float) -> Tensor:
+    @contextlib.contextmanager
+    def without_adapters(self) -> Iterator[None]:
         """See TrainsAdapters."""
         assert self.lora is not None, "the engine was built without adapters"
         with self.lora.off(), contextlib.nullcontext() if self.replay is None else self.replay.off():
+            yield
+
+    def reference_logprobs(self, batch: Batch, micro_batches: MicroBatches, temperature: float) -> Tensor:
+        """See TrainsAdapters."""
+        with self.without_adapters():
             return self.logprobs(batch, micro_batches, temperature)
 
     # ---- training

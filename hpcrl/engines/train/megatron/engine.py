@@ -272,10 +272,16 @@ class MegatronEngine:
         """See ComputesEntropies. None on ranks before the last stage."""
         return self._by_row(batch, micro_batches, temperature, entropy=True)
 
-    def reference_logprobs(self, batch: Batch, micro_batches: MicroBatches, temperature: float) -> Tensor | None:
-        """See TrainsAdapters. None on ranks before the last stage."""
+    @contextlib.contextmanager
+    def without_adapters(self) -> Iterator[None]:
+        """See TrainsAdapters."""
         assert self.lora is not None, "the engine was built without adapters"
         with self.lora.off(), contextlib.nullcontext() if self.replay is None else self.replay.off():
+            yield
+
+    def reference_logprobs(self, batch: Batch, micro_batches: MicroBatches, temperature: float) -> Tensor | None:
+        """See TrainsAdapters. None on ranks before the last stage."""
+        with self.without_adapters():
             return self.logprobs(batch, micro_batches, temperature)
 
     @torch.no_grad()

@@ -1,0 +1,73 @@
+"""The prompt that only a teacher reads: the policy's, with more of the row in its last message (teacher.context)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hpcrl.config import Config
+from hpcrl.config.self_teaching import ANSWER, PLACES, PROMPT, places_of
+from hpcrl.data.files import BadRow
+from hpcrl.data.messages import Messages
+from hpcrl.data.rows import ChecksRows, Row, columns_of
+
+
+@dataclass(frozen=True)
+class PrivilegedContext:
+    """A template (teacher.context), and the most tokens of a prompt that is made with it."""
+
+    template: str
+    max_tokens: int
+
+    @classmethod
+    def of(cls, config: Config) -> PrivilegedContext | None:
+        """That of the run's teacher; None if it reads the policy's prompts."""
+        if not config.uses_teacher or config.teacher.context is None:
+            return None
+        return cls(config.teacher.context, config.teacher_prompt_tokens)
+
+    def messages(self, row: Row, where: str) -> Messages:
+        """The row's messages with the template in place of the last user message. BadRow, with `where`, if the row
+        lacks a value that the template reads, or has images."""
+        if row.images:
+            raise BadRow(f"{where}: the row has images, and a teacher with teacher.context reads only text")
+        last = max((n for n, said in enumerate(row.messages) if said["role"] == "user"), default=None)
+        if last is None:
+            raise BadRow(f"{where}: no user message for teacher.context; leave the row out, or use null")
+        values = {PROMPT: row.messages[last]["content"], ANSWER: row.answer}
+        texts = {name: _text(values.get(name, row.extra.get(name))) for name in places_of(self.template)}
+        if lacking := next((name for name, text in texts.items() if not text.strip()), None):
+            raise BadRow(f"{where}: no {lacking}, which teacher.context reads; the row has {columns_of(row.extra)}")
+        text = PLACES.sub(lambda place: texts[place[1]] if place[1] else place[0][0], self.template)
+        return [*row.messages[:last], {**row.messages[last], "content": text}, *row.messages[last + 1 :]]
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return ""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+class ContextCheck:
+    """Finds rows that lack what teacher.context reads, after another check."""
+
+    def __init__(self, context: PrivilegedContext, other: ChecksRows | None):
+        self._context, self._other = context, other
+
+    def problem_of(self, row: Row, where: str) -> str:
+        """See ChecksRows."""
+        if self._other is not None and (found := self._other.problem_of(row, where)):
+            return found
+        try:
+            self._context.messages(row, where)
+        except BadRow as error:
+            return str(error)
+        return ""
+
+
+def with_context_check(config: Config, checks: Mapping[Any, ChecksRows]) -> dict[Any, ChecksRows]:
+    """The checks of splits, with that of training rows for teacher.context, if it is given."""
+    context = PrivilegedContext.of(config)
+    return {**checks} if context is None else {**checks, "train": ContextCheck(context, checks.get("train"))}
