@@ -57,17 +57,21 @@ def with_taught(form: str) -> Batch:
     return batch
 
 
-@pytest.mark.parametrize("form", ["top_k", "full"])
+@pytest.mark.parametrize(("form", "several"), [("top_k", False), ("full", False), ("full", True)])
 def test_a_step_with_a_divergence_needs_no_more_memory_than_planned(
-    form: Any, folders: tuple[Path, Path], tmp_path: Path, world_of_one: None
+    form: Any, several: bool, folders: tuple[Path, Path], tmp_path: Path, world_of_one: None
 ) -> None:
     engine = make_engine(folders[0], logits_chunk_tokens=64)
     head = TeacherHead(torch.randn(VOCAB, WIDTH)) if form == "full" else None
     objective, batch = Distilling(Divergence(form, 0.5, K, 1.0), head), with_taught(form)
+    if several:
+        objective.further_heads = (TeacherHead(torch.randn(VOCAB, WIDTH)),)
+        batch.teachers = (torch.arange(batch.num_sequences) % 2).int()
     args = batch, [[*range(ROWS)], [*range(ROWS, 2 * ROWS)]], objective, norms_of(batch)
     engine.train_step(*args)
     peak = least_peak_bytes(lambda: engine.train_step(*args), tmp_path / "trace.json")
-    teacher = {"path": str(folders[1]), "form": form, "top_k": K}
+    given = {"paths": {"a": str(folders[1]), "b": str(folders[0])}} if several else {"path": str(folders[1])}
+    teacher = given | {"form": form, "top_k": K}
     parts = trainer_parts(config_of(folders, teacher=teacher), shape_of(folders[0]), 1)
     phases = ("train", "update")
     planned = max(sum(p.num_bytes for p in parts if phase in p.during and {*p.during} <= {*phases}) for phase in phases)
