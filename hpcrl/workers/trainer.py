@@ -222,6 +222,7 @@ class TrainerRole(EngineRole):
     def _read_head(self, folder: Path) -> None:
         dtype = getattr(torch, self._worker.config.of_teacher().model.dtype)
         device = "cuda" if torch.cuda.is_available() else "cpu"
+        self._algorithm.objective.teacher_head = None  # frees the old one's memory before the new one needs it
         self._algorithm.objective.teacher_head = read_teacher_head(folder, dtype, device)
 
     def _load_head(self, command: LoadTeacherHead, seq: int) -> Done:
