@@ -229,8 +229,9 @@ class TrainerRole(EngineRole):
     def _read_heads(self, folders: Sequence[Path]) -> None:
         dtype = getattr(torch, self._worker.config.of_teacher().model.dtype)
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        heads = [read_teacher_head(folder, dtype, device) for folder in folders]
         objective = self._algorithm.objective
+        objective.teacher_head, objective.further_heads = None, ()  # frees the old ones' memory before the new ones need it
+        heads = [read_teacher_head(folder, dtype, device) for folder in folders]
         objective.teacher_head, objective.further_heads = heads[0], tuple(heads[1:])
 
     def _load_head(self, command: LoadTeacherHead, seq: int) -> Done:
