@@ -196,11 +196,12 @@ def _reference(config: Config) -> Iterator[Problem]:
         yield Problem(path, f"{dotted(path)}: {text}", (("reference", "path"),))
 
 
-def _without_policy(role: str, config: Config) -> Iterator[Problem]:
-    """Report the path of a second model if the run creates the policy."""
+def _without_policy(role: str, config: Config, key: Path = ("path",)) -> Iterator[Problem]:
+    """Report the key of a second model if the run creates the policy."""
     if config.model.path is None:
         text = "the run creates the policy (model.tiny), and no other model has its vocabulary"
-        yield Problem((role, "path"), f"{role}.path: {text}; give model.path, too", (("model", "path"),))
+        path = (role, *key)
+        yield Problem(path, f"{dotted(path)}: {text}; give model.path, too", (("model", "path"),))
 
 
 def _teacher(config: Config) -> Iterator[Problem]:
@@ -208,6 +209,9 @@ def _teacher(config: Config) -> Iterator[Problem]:
     if not config.uses_teacher or config.debug == "fake":
         return
     name, key = config.teacher_engine, TEACHER_ENGINE
+    if config.teacher_endpoint is not None:
+        yield from _without_policy("teacher", config, ("endpoint", "url"))
+        return
     if config.teacher.path is None:
         text = "there is no model to learn from; give a folder in HF layout with the policy's tokenizer"
         yield Problem(("teacher", "path"), f"teacher.path: {text}", (("algorithm",), ("pipeline",)))

@@ -7,6 +7,7 @@ from typing import Annotated
 from pydantic import AfterValidator, Field
 
 from hpcrl.config.scalar_heads import train_engine_name
+from hpcrl.config.teacher_endpoint import TeacherEndpoint
 from hpcrl.spec.divergence import DivergenceForm
 from hpcrl.spec.fields import NUMBER, Positive, Section
 
@@ -18,6 +19,8 @@ class TeacherConfig(Section):
     path: str | None = None
     """Folder in HF layout of a model of any size, with a tokenizer in which every token of the policy has the same id;
     null: no teacher."""
+    endpoint: TeacherEndpoint = TeacherEndpoint()
+    """A teacher behind an endpoint."""
     engine: Annotated[str, AfterValidator(train_engine_name)] | None = None
     """Training engine; null: trainer.engine."""
     form: DivergenceForm = "sampled"

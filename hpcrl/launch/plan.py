@@ -104,6 +104,8 @@ def _inputs(
     for role, path in (("reference", config.reference.path), ("teacher", config.teacher.path)):
         if layout.ranks[role] and path is not None:
             yield "", f"{role} {_folder(path)}, frozen"
+    if (endpoint := config.teacher_endpoint) is not None:
+        yield "", f"teacher {endpoint.model} at {endpoint.url}, asked once before the first step"
     if config.uses_reference and config.reference.cache is not None:
         yield "", f"log-probs of the reference, computed once before the first step, in {config.reference.cache}"
     yield from _engines(config)

@@ -106,6 +106,8 @@ def teacher_shape(config: Config, policy: ModelShape) -> ModelShape:
 
 def teacher_parts(config: Config, shape: ModelShape, num_ranks: int) -> list[Part]:
     """Memory parts of the fullest teacher rank. `shape` is the policy model's. CannotPlanError as above."""
+    if config.teacher_endpoint is not None:
+        return list(field_parts(config, RoleLayout.from_config(config), "teacher"))
     own = config.of_teacher()
     parts = train_plan(own).reference_parts(own, teacher_shape(config, shape), num_ranks)
     during: dict[tuple[Phase, ...], tuple[Phase, ...]] = {("reference",): ("teacher",)}
@@ -114,7 +116,9 @@ def teacher_parts(config: Config, shape: ModelShape, num_ranks: int) -> list[Par
 
 
 def check_teacher(config: Config, layout: RoleLayout, shape: ModelShape) -> Iterator[Problem]:
-    """Problems of the engine with the model in teacher.path, as check_reference()."""
+    """Problems of the engine with the model in teacher.path, as check_reference(); an endpoint has its own."""
+    if config.teacher_endpoint is not None:
+        return
     own, sizes = config.of_teacher(), teacher_shape(config, shape)
     yield from _check_frozen("teacher", own, layout, sizes)
     if config.teacher.form != "sampled":  # where a token that the teacher lacks has a log-prob
