@@ -213,7 +213,7 @@ def _teacher(config: Config) -> Iterator[Problem]:
         yield from _without_policy("teacher", config, ("endpoint", "url"))
         return
     if config.teacher.path is None:
-        text = "there is no model to learn from; give a folder in HF layout with the policy's tokenizer"
+        text = "there is no model to learn from; give a folder in HF layout with the policy's tokenizer, or an endpoint"
         yield Problem(("teacher", "path"), f"teacher.path: {text}", (("algorithm",), ("pipeline",)))
         return
     yield from _without_policy("teacher", config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import urllib.parse
 from typing import Annotated
 
@@ -13,8 +14,15 @@ from hpcrl.spec.fields import Count, Seconds, Section
 def _without_secrets(url: str) -> str:
     parts = urllib.parse.urlsplit(url)
     if parts.username is not None or parts.query or parts.fragment:
-        raise ValueError("a user name, a query or a fragment would be in the run folder; give a key in api_key_env")
+        text = "expected an address without user name, query and fragment, which the run folder would show"
+        raise ValueError(f"{text} (a key: teacher.endpoint.api_key_env)")
     return url.rstrip("/")
+
+
+def _variable(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+        raise ValueError("expected the name of an environment variable, not the key itself")
+    return name
 
 
 EndpointUrl = Annotated[str, Field(pattern=r"^https?://[^\s/]+[^\s]*$"), AfterValidator(_without_secrets)]
@@ -28,7 +36,7 @@ class TeacherEndpoint(Section):
     """Address of the server, including /v1; null: the teacher is a folder."""
     model: Annotated[str, Field(min_length=1)] | None = None
     """Name of the model at the endpoint."""
-    api_key_env: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")] | None = None
+    api_key_env: Annotated[str, AfterValidator(_variable)] | None = None
     """Environment variable with the endpoint's key; null: no key."""
     timeout_s: Seconds = 120.0
     """Time for one request, seconds."""
