@@ -28,7 +28,7 @@ class TokenLogprob(msgspec.Struct):
     decoded_token: str | None = None
 
 
-class Choice(msgspec.Struct):
+class ScoredPrompt(msgspec.Struct):
     """The completion, with the prompt's log-probs: for each place token -> log-prob, null for the first place."""
 
     prompt_logprobs: list[dict[int, TokenLogprob] | None] | None = None
@@ -37,7 +37,7 @@ class Choice(msgspec.Struct):
 class Completion(msgspec.Struct):
     """The answer to a request with one prompt."""
 
-    choices: list[Choice]
+    choices: list[ScoredPrompt]
 
 
 class ServedModel(msgspec.Struct):

@@ -33,7 +33,7 @@ from hpcrl.workers.rank_loop import Worker
 from hpcrl.workers.teacher import UNKNOWN, TeacherRole
 from hpcrl.workers.teacher_endpoint import make_teacher
 from tests.dist.conftest import Threads
-from tests.engines.worlds import make_batch
+from tests.engines.worlds import by_steps, make_batch
 from tests.teacher_server import Change, TeacherServer
 from tests.workers.conftest import LAYOUT
 from tests.workers.goldens.vllm_answers import GOLDEN, write_model
@@ -112,10 +112,11 @@ def rows() -> Batch:
     return batch
 
 
+@pytest.mark.parametrize("counts", [(1, 1, 1), (1, 2)], ids=["sequences", "steps"])
 def test_log_probs_are_those_of_the_same_model_in_a_folder(
-    make: Callable[..., TeacherRole], server: TeacherServer, folder: Path
+    make: Callable[..., TeacherRole], server: TeacherServer, folder: Path, counts: tuple[int, ...]
 ) -> None:
-    batch, other = rows(), rows()
+    batch, other = (rows() if len(counts) == 3 else by_steps(rows(), counts) for _ in range(2))
     teach(make({"path": str(folder)}), batch)
     done = teach(make({"endpoint": section(server, max_in_flight=2)}), other)
     assert batch.teacher_logprobs is not None and other.teacher_logprobs is not None
@@ -123,7 +124,7 @@ def test_log_probs_are_those_of_the_same_model_in_a_folder(
     assert torch.allclose(other.teacher_logprobs, batch.teacher_logprobs, rtol=0, atol=LOGPROBS)
     assert (other.teacher_logprobs[mask] < 0).all() and not other.teacher_logprobs[~mask].any()
     assert flatten(done.stats) == {"teacher/requests": 3, "teacher/retries": 0}
-    ends = [int(mask[a:b].nonzero()[-1]) + 1 for a, b in itertools.pairwise(batch.cu_seqlens.tolist())]
+    ends = [int(mask[a:b].nonzero()[-1]) + 1 for a, b in itertools.pairwise(batch.cu_segments.tolist())]
     assert sorted(map(len, server.prompts[-3:])) == sorted(ends)  # nothing after the last trained token
     other.token_ids[mask.nonzero()[-1, 0]] = 318  # the last token of the last row, which the tokenizer lacks
     before = other.teacher_logprobs.clone()
