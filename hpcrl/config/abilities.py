@@ -199,11 +199,12 @@ def _reference(config: Config) -> Iterator[Problem]:
         yield Problem(path, f"{dotted(path)}: {text}", (("reference", "path"),))
 
 
-def _without_policy(role: str, config: Config) -> Iterator[Problem]:
-    """Report the path of a second model if the run creates the policy."""
+def _without_policy(role: str, config: Config, key: Path = ("path",)) -> Iterator[Problem]:
+    """Report the key of a second model if the run creates the policy."""
     if config.model.path is None:
         text = "the run creates the policy (model.tiny), and no other model has its vocabulary"
-        yield Problem((role, "path"), f"{role}.path: {text}; give model.path, too", (("model", "path"),))
+        path = (role, *key)
+        yield Problem(path, f"{dotted(path)}: {text}; give model.path, too", (("model", "path"),))
 
 
 def _teacher(config: Config) -> Iterator[Problem]:
@@ -212,8 +213,11 @@ def _teacher(config: Config) -> Iterator[Problem]:
         return
     name, key = config.teacher_engine, TEACHER_ENGINE
     yield from check_self_teaching(config)
+    if config.teacher_endpoint is not None:
+        yield from _without_policy("teacher", config, ("endpoint", "url"))
+        return
     if config.teacher.source == "folder" and not teachers(config.teacher):
-        text = "there is no model to learn from; give a folder in HF layout with the policy's tokenizer"
+        text = "there is no model to learn from; give a folder in HF layout with the policy's tokenizer, or an endpoint"
         involved = (("teacher", "paths"), ("algorithm",), ("pipeline",))
         yield Problem(("teacher", "path"), f"teacher.path: {text}", involved)
         return

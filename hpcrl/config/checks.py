@@ -18,6 +18,7 @@ from hpcrl.config.abilities import (
 )
 from hpcrl.config.cluster import SET_FOR_SBATCH, SET_FOR_SRUN
 from hpcrl.config.domains import EnvConfig, RewardConfig
+from hpcrl.config.endpoint_checks import check_teacher_endpoint
 from hpcrl.config.engines import TrainerConfig
 from hpcrl.config.judging import JUDGE_ENGINE, as_judges, check_judge, check_reward_model
 from hpcrl.config.keeping import check_keep_best, check_resume_from
@@ -65,6 +66,7 @@ def check(config: Config) -> list[Problem]:
         *check_abilities(config),
         *check_judge(config),
         *check_reward_model(config),
+        *check_teacher_endpoint(config),
         *(problem for path, _, spec in chosen(config) for problem in _check_part(config, path, spec)),
         *_components(config),
         *_slurm_options(config),

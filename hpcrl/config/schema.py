@@ -28,6 +28,7 @@ from hpcrl.config.profiling import ProfileConfig
 from hpcrl.config.rollout import EvalConfig, RolloutConfig
 from hpcrl.config.scalar_heads import CriticConfig, RewardModelConfig
 from hpcrl.config.teacher import TeacherConfig
+from hpcrl.config.teacher_endpoint import TeacherEndpoint
 from hpcrl.config.teacher_paths import teachers
 from hpcrl.config.untrained import as_untrained
 from hpcrl.spec.divergence import Divergence
@@ -394,6 +395,12 @@ class Config(Section):
             return False
         asked = "teacher" in (*self.pipeline_spec.roles, *self.algorithm_spec.roles)
         return asked or any(weights.divergence for weights in self.loss.values())
+
+    @property
+    def teacher_endpoint(self) -> TeacherEndpoint | None:
+        """The endpoint whose model is the teacher; None if ranks hold the teacher's model, or there is no teacher."""
+        given = self.teacher.endpoint if self.uses_teacher and self.debug != "fake" else None
+        return None if given is None or given.url is None else given
 
     @property
     def teacher_engine(self) -> str:

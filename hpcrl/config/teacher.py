@@ -8,6 +8,7 @@ from pydantic import AfterValidator, Field
 
 from hpcrl.config.scalar_heads import train_engine_name
 from hpcrl.config.self_teaching import SelfTeaching
+from hpcrl.config.teacher_endpoint import TeacherEndpoint
 from hpcrl.spec.divergence import DivergenceForm
 from hpcrl.spec.fields import NUMBER, Positive
 
@@ -22,6 +23,8 @@ class TeacherConfig(SelfTeaching):
     paths: dict[str, str] = {}
     """Domain -> folder, in place of path: the domain's tokens learn from this teacher; the key default is for all other
     domains. Domains with the same folder share its model."""
+    endpoint: TeacherEndpoint = TeacherEndpoint()
+    """A teacher behind an endpoint."""
     engine: Annotated[str, AfterValidator(train_engine_name)] | None = None
     """Training engine; null: trainer.engine."""
     form: DivergenceForm = "sampled"

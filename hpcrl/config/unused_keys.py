@@ -170,6 +170,10 @@ def _unread_models(config: Config) -> Iterator[tuple[Path, Path, str]]:
         yield from unread_of_teaching(config)
     if config.uses_teacher and config.teacher.form != "top_k":
         yield ("teacher", "top_k"), ("teacher", "form"), f"form is {config.teacher.form}"
+    if config.teacher.endpoint.url is None:
+        yield ("teacher", "endpoint"), ("teacher", "endpoint", "url"), "teacher.endpoint.url is null"
+    else:
+        yield ("teacher", "engine"), ("teacher", "endpoint", "url"), "the teacher is behind teacher.endpoint.url"
     if config.teacher.form == "sampled":
         yield ("teacher", "beta"), ("teacher", "form"), "form is sampled, the reverse KL"
     if not config.uses_critic:

@@ -235,6 +235,8 @@ def _refusing(
     families = GEN_ENGINES[config.gen_engine].media_families
     if generates and config.model.path is not None and (own := unseen_type(families, Path(config.model.path))):
         yield f"the {config.gen_engine} generator with {own}", f"use one of {', '.join(families or ())}, or "
+    if learns and config.teacher_endpoint is not None:
+        yield "the teacher's endpoint", "use teacher.path, or "
     for role, engine, engines in users:
         if kind not in engines[engine].media:
             able = [name for name, spec in engines.items() if spec.selectable and kind in spec.media]

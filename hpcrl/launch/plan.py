@@ -108,6 +108,8 @@ def _inputs(
         whose = "" if keys == [PATH] else f" of {', '.join(str(key[-1]) for key in keys)}:"
         yield "", f"teacher{whose} {_folder(folder)}, frozen"
     yield from _own_teacher(config)
+    if (endpoint := config.teacher_endpoint) is not None:
+        yield "", f"teacher {endpoint.model} at {endpoint.url}, asked once before the first step"
     if config.uses_reference and config.reference.cache is not None:
         yield "", f"log-probs of the reference, computed once before the first step, in {config.reference.cache}"
     yield from _engines(config)

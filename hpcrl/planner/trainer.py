@@ -121,7 +121,7 @@ def teacher_parts(config: Config, shape: ModelShape, num_ranks: int) -> list[Par
 
 
 def _teachers(config: Config, policy: ModelShape) -> Iterator[tuple[Sequence[Path], Config, ModelShape]]:
-    """(keys, own configuration, sizes) of each model on the teacher's ranks."""
+    """(keys, own configuration, sizes) of each model on the teacher's ranks; none of an endpoint."""
     for folder, keys in keys_of_teachers(config.teacher).items():
         yield keys, config.of_teacher(folder), _with_rows_of(policy, folder, dotted(keys[0]))
     if config.teacher.source == "policy":

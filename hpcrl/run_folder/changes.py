@@ -42,6 +42,10 @@ MAY_CHANGE = (
     "trackers",
     "tracking",
     "profile",
+    *(
+        f"teacher.endpoint.{key}"
+        for key in ("url", "api_key_env", "timeout_s", "retry_s", "backoff_s", "max_in_flight")
+    ),
     "trainer.max_mismatch",
     "trainer.engine",
     "critic.engine",

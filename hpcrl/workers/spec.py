@@ -22,10 +22,15 @@ def _division(config: Any, num_ranks: int) -> Division:
 
 
 def _teacher_engine(config: Any) -> str:
+    if config.teacher_endpoint is not None:
+        return "hpcrl.workers.teacher_endpoint"
     return str(TRAIN_ENGINES[config.teacher_engine].make).partition(":")[0]
 
 
 def _teacher_division(config: Any, num_ranks: int) -> Division:
+    if config.teacher_endpoint is not None:  # other ranks have rows of their engine's division
+        apart = config.layout.of("teacher").colocate_with is None
+        return Division.unsplit(num_ranks) if apart else _division(config, num_ranks)
     return TRAIN_ENGINES[config.teacher_engine].division(config.of_teacher(), num_ranks)
 
 
@@ -87,7 +92,7 @@ REFERENCE = RoleSpec(
 TEACHER = RoleSpec(
     about="Ranks of the teacher; only in pipeline=distill or with loss.NAME.divergence, and unless the trainer's ranks "
     "compute its values (teacher.source).",
-    make="hpcrl.workers.teacher:TeacherRole",
+    make="hpcrl.workers.teacher_endpoint:make_teacher",
     plan="hpcrl.planner.trainer:teacher_parts",
     needed=lambda config: config.uses_teacher,
     done_by_others=lambda config: config.teacher_is_trainer,

@@ -170,6 +170,18 @@ def test_a_second_model_of_other_patches_is_refused(role: str, at: Path, capsys:
     assert f"which {role}.path other of other patches than the policy's does not take" in capsys.readouterr().err
 
 
+def test_a_teacher_behind_an_endpoint_is_shown_no_images(at: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = (
+        SEEING,
+        "loss.default.divergence=1",
+        "teacher.endpoint.url=http://node7/v1",
+        "teacher.endpoint.model=large",
+    )
+    assert start(at, row("small.png"), words=words) == ExitCode.BAD_INPUT
+    said = "the row has images, which the teacher's endpoint does not take; use teacher.path, or leave such rows out"
+    assert said in capsys.readouterr().err
+
+
 def test_more_pixels_than_a_message_holds_are_refused(at: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """224 x 224 pixels, the most of the tiny model, have 147 KiB: 168 such images are more than 24 MiB."""
     words = (SEEING, "data.max_prompt_tokens=20000", "model.tiny.max_position_embeddings=32768")

@@ -38,6 +38,14 @@ class EndpointError(RuntimeError):
     """The endpoint refused, or did not answer before the deadline."""
 
 
+class EndpointRefusal(EndpointError):
+    """The endpoint refused with a status that no repetition changes."""
+
+    def __init__(self, message: str, status: int):
+        super().__init__(message)
+        self.status = status
+
+
 class NoRedirects(urllib.request.HTTPRedirectHandler):
     """Treats a redirect as an error, since it would forward the token."""
 
@@ -55,6 +63,7 @@ class Endpoint:
         key_env: The environment variable that contains the bearer token.
         token: The run's own token, which replaces key_env if the servers are ranks of this run.
         max_requests_per_s: The rate limit of this process. None means no limit.
+        max_bytes: The maximum size of an answer.
     """
 
     def __init__(
@@ -66,20 +75,24 @@ class Endpoint:
         key_env: str | None = None,
         token: str = "",
         max_requests_per_s: float | None = None,
+        max_bytes: int = MAX_BYTES,
     ):
         self._addresses = Addresses(urls)
         self._several = len(urls) > 1
         self._key_env, self._token, self._timeout_s, self._backoff_s = key_env, token, timeout_s, backoff_s
+        self._max_bytes = max_bytes
         self._interval_s = 1.0 / max_requests_per_s if max_requests_per_s else 0.0
         self._direct = urllib.request.build_opener(NoRedirects, urllib.request.ProxyHandler({}))
         self._proxied = urllib.request.build_opener(NoRedirects)
         self._lock = threading.Lock()
         self._free_at = 0.0  # monotonic time from which the next request may start
 
-    def ask(self, body: Mapping[str, Any], deadline: float, counts: Counter[str]) -> bytes:
-        """The answer to a JSON object. All attempts end at `deadline` (monotonic time); requests and retries are added
-        to `counts`. EndpointError if there is no answer, ValueError if the answer is too long."""
-        data, pause_s, problem = json.dumps(body).encode(), self._backoff_s, "no time left"
+    def ask(self, body: Mapping[str, Any] | None, deadline: float, counts: Counter[str]) -> bytes:
+        """The answer to a JSON object, None for a GET request. All attempts end at `deadline` (monotonic time);
+        requests and retries are added to `counts`. EndpointError if there is no answer, ValueError if the answer is
+        too long."""
+        data = None if body is None else json.dumps(body).encode()
+        pause_s, problem = self._backoff_s, "no time left"
         url = "endpoint"
         while self._take_turn(deadline):
             counts["requests"] += 1
@@ -88,9 +101,9 @@ class Endpoint:
                 answer, told = self._post(url, data, deadline)
                 return answer
             except urllib.error.HTTPError as error:
-                problem = f"status {error.code}: {_excerpt(error)}{self._way(url)}"
+                problem = f"status {error.code}: {self._excerpt(error)}{self._way(url)}"
                 if error.code not in TRANSIENT:
-                    raise EndpointError(f"{url}: {problem}") from None
+                    raise EndpointRefusal(f"{url}: {problem}", error.code) from None
                 wait_s, told = _retry_after_s(error), _load(error.headers)
                 down_s = wait_s or pause_s
             except (OSError, http.client.HTTPException) as error:
@@ -129,11 +142,26 @@ class Endpoint:
     def _way(self, url: str) -> str:
         return f" (through the proxy {proxy}, unless no_proxy names the host)" if (proxy := self._proxy(url)) else ""
 
-    def _post(self, url: str, data: bytes, deadline: float) -> tuple[bytes, int | None]:
+    @property
+    def _key(self) -> str:
+        return self._token if self._key_env is None else os.environ.get(self._key_env, "")
+
+    def _excerpt(self, error: urllib.error.HTTPError) -> str:
+        """The beginning of a refusal's text, without the key, which a server may repeat."""
+        try:
+            text = " ".join(error.read(400).decode(errors="replace").split())
+        except OSError as reading:
+            return f"({type(reading).__name__})"
+        text = text.replace(self._key, "***") if self._key else text
+        return "".join(sign if sign.isprintable() else "?" for sign in text[:200])
+
+    def _post(self, url: str, data: bytes | None, deadline: float) -> tuple[bytes, int | None]:
         """(the answer's body, the number of open requests that the answering rank reported)."""
-        headers, key = {"Content-Type": "application/json"}, self._token
-        if self._key_env is not None and not (key := os.environ.get(self._key_env, "")):
+        headers, key = {"Content-Type": "application/json"}, self._key
+        if self._key_env is not None and not key:
             raise EndpointError(f"the environment variable {self._key_env} with the key of {url} is not set")
+        if not (key.isascii() and (key.isprintable() or not key)):
+            raise EndpointError(f"the key in {self._key_env} has characters that are not allowed in an HTTP header")
         if key:
             headers["Authorization"] = f"Bearer {key}"
         request = urllib.request.Request(url, data, headers)
@@ -143,8 +171,8 @@ class Endpoint:
             body = bytearray()
             while block := response.read1(1 << 16):
                 body += block
-                if len(body) > MAX_BYTES:
-                    raise ValueError(f"the answer has more than {MAX_BYTES} bytes")
+                if len(body) > self._max_bytes:
+                    raise ValueError(f"the answer has more than {self._max_bytes} bytes")
                 if time.monotonic() > end:  # bytes arrive slowly: the socket's timeout covers only one read
                     raise TimeoutError("the answer did not end in time")
             if response.length:  # fewer bytes than the headers declare
@@ -210,10 +238,3 @@ def _retry_after_s(error: urllib.error.HTTPError) -> float:
         return max(0.0, float(error.headers.get("Retry-After", "")))
     except ValueError:
         return 0.0
-
-
-def _excerpt(error: urllib.error.HTTPError) -> str:
-    try:
-        return " ".join(error.read(400).decode(errors="replace").split())[:200]
-    except OSError as reading:
-        return f"({type(reading).__name__})"
