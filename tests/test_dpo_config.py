@@ -1,4 +1,5 @@
-"""The keys of pipeline=dpo: which losses have a reference, what is validated, and what is refused before a start."""
+"""The keys of pipeline=dpo and online_dpo: which losses have a reference, what is validated, and what is refused before
+a start."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ from hpcrl.spec.tables import DPO_LOSSES
 from tests.test_config import problems
 
 DPO = ["pipeline=dpo", "layout=colocated", "cluster.device=cpu"]
+ONLINE = ["pipeline=online_dpo", "layout=colocated", "cluster.device=cpu"]
 
 
 def ranks(role: str, *words: str) -> tuple[int, ...]:
@@ -62,7 +64,28 @@ def test_held_out_pairs_need_no_generator_and_prompts_do() -> None:
         (["data.val=task:add", "eval.samples=4"], "eval.samples: not read here, nothing is generated, since dpo."),
         (["data.val=task:add", "rollout.temperature=.5"], "rollout.temperature: not read here, nothing is generated"),
         (["algorithm.pg_clip_low=.1"], "algorithm.pg_clip_low: not read here, the dpo pipeline has no algorithm"),
+        (["dpo.pairs_per_group=2"], "dpo.pairs_per_group: not read here, the rows of the dpo pipeline are pairs"),
         (["pipeline=sft", "dpo.beta=1"], "dpo.beta: not read here, the pipeline is sft"),
+        ([*ONLINE, "dpo.loss=kto"], "dpo.loss: kto needs answers that are labelled good or bad, and a group's rewards"),
+        ([*ONLINE, "rollout.group_size=1"], "rollout.group_size: 1 pair of a prompt's responses need at least 2, got"),
+        (
+            [*ONLINE, "rollout.group_size=5", "dpo.pairs_per_group=3"],
+            "rollout.group_size: 3 pairs of a prompt's responses need at least 6, got 5",
+        ),
+        ([*ONLINE, "rollout.temperature=0"], "rollout.temperature: 0 makes the responses of a group equal"),
+        (
+            [*ONLINE, "dpo.batch_size=8"],
+            "dpo.batch_size: not read here, a step of the online_dpo pipeline has",
+        ),
+        ([*ONLINE, "dpo.validation=responses"], "dpo.validation: not read here, the online_dpo pipeline validates on"),
+        ([*ONLINE, "algorithm.pg_clip_low=.1"], "algorithm.pg_clip_low: not read here, the online_dpo pipeline has a"),
+        ([*ONLINE, "loss.default.ce=1"], "loss.default.ce: not read here, the online_dpo pipeline has a loss of its"),
+        ([*ONLINE, "imitation.num_rows=2"], "imitation.num_rows: not read here, the online_dpo pipeline has a loss"),
+        ([*ONLINE, "trainer.max_mismatch=.1"], "trainer.max_mismatch: not read here, the online_dpo pipeline does not"),
+        ([*ONLINE, "dpo.loss=simpo", "reference.path=x"], "reference.path: not read here, with dpo.loss=simpo there"),
+        ([*ONLINE, "reference.cache=x"], "reference.cache: not read here, every step of the online_dpo pipeline has"),
+        ([*ONLINE, "teacher.path=x"], "teacher.path: not read here, online_dpo has no teacher"),
+        ([*ONLINE, "data.chosen_key=x"], "data.chosen_key: not read here, the online_dpo pipeline does not learn from"),
     ],
 )
 def test_keys_that_cannot_be_used_are_refused_in_one_line(words: list[str], expected: str) -> None:
@@ -90,3 +113,27 @@ def test_a_row_of_held_out_pairs_that_is_none_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"val.jsonl:2: no chosen: a pair has the columns chosen and"):
         prepare(words)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("loss", [name for name, spec in DPO_LOSSES.items() if not spec.labelled])
+def test_online_dpo_has_reference_and_generator_of_its_loss(loss: str) -> None:
+    layout = RoleLayout.from_config(load([*ONLINE, f"dpo.loss={loss}"]))
+    assert bool(layout.ranks["reference"]) == (loss in ("sigmoid", "ipo", "robust")) and layout.ranks["generator"]
+    assert not load([*ONLINE, f"dpo.loss={loss}", "debug=rollout_only"]).uses_reference
+
+
+def test_an_experiments_algorithm_is_left_out_of_online_dpo() -> None:
+    """Of the demonstration: mini-batches, a clip, and with rollouts made ahead a correction."""
+    given = ["+experiment=demo", "rollout.max_staleness=1", "layout=disaggregated"]
+    config, rlvr = load([*given, "pipeline=online_dpo"]), load(given)
+    assert rlvr.algorithm.num_mini_batches == 4 and rlvr.algorithm.correction == "truncate" and rlvr.has_algorithm
+    assert config.algorithm == type(config.algorithm)() and not config.has_algorithm and config.uses_reference
+    assert not config.uses_critic and not config.uses_teacher and not config.imitates
+
+
+def test_the_plan_of_online_dpo_names_loss_and_pairs(tmp_path: Path) -> None:
+    words = [*ONLINE, "model=tiny", "data.train=task:sort_digits", f"run_dir={tmp_path / 'run'}"]
+    config, layout, model, run, shown = prepare([*words, "rollout.group_size=4", "dpo.loss=ipo"])
+    plan = describe(config, layout, model, run, shown)
+    assert "online_dpo, loss ipo, beta 0.1, " in plan and "grpo" not in plan and "reference: weights" in plan
+    assert "1 optimizer step over 2 trainer rank(s), on pairs of a prompt's responses: its best and its worst" in plan

@@ -23,6 +23,7 @@ from hpcrl.config.head_training import HeadTrainingConfig
 from hpcrl.config.imitation import ImitationConfig
 from hpcrl.config.loss_weights import LossWeights
 from hpcrl.config.model import ModelConfig, ReferenceConfig
+from hpcrl.config.own_objective import without_algorithm
 from hpcrl.config.part_names import listed, once, own_section
 from hpcrl.config.profiling import ProfileConfig
 from hpcrl.config.rollout import EvalConfig, RolloutConfig
@@ -204,6 +205,12 @@ class Config(Section):
 
     @model_validator(mode="before")
     @classmethod
+    def _without_algorithm(cls, data: Any) -> Any:
+        """Leave out the algorithm of a run whose pipeline has an objective of its own."""
+        return without_algorithm(data) if isinstance(data, dict) else data
+
+    @model_validator(mode="before")
+    @classmethod
     def _types_on_gpus(cls, data: Any) -> Any:
         """Set bfloat16 for GPUs: float32 would not use most of their speed, nor their attention kernels."""
         if not isinstance(data, dict) or not _asks_for_gpus(data.get("cluster")):
@@ -266,7 +273,7 @@ class Config(Section):
     def algorithm_spec(self) -> AlgorithmSpec:
         """The specification of the algorithm; without an advantage estimator if no domain learns from its rewards."""
         spec = ALGORITHMS[str(getattr(self.algorithm, "advantage_estimator", ""))]
-        return spec if self.has_policy_loss else spec.without_rewards()
+        return spec if self.has_policy_loss and not self.pipeline_spec.objective else spec.without_rewards()
 
     @property
     def train_engine(self) -> str:
@@ -286,6 +293,16 @@ class Config(Section):
     def learns_from_rewards(self) -> bool:
         """Whether the run trains on rewards."""
         return self.pipeline_spec.learns_from_rewards
+
+    @property
+    def has_algorithm(self) -> bool:
+        """Whether the run learns from rewards by its section `algorithm`, not by an objective of its pipeline."""
+        return self.learns_from_rewards and not self.pipeline_spec.objective
+
+    @property
+    def pairs_per_group(self) -> int:
+        """Maximum pairs of responses to a prompt on which the run trains; 0: it trains on all responses."""
+        return self.pipeline_spec.pairs_per_group(self)
 
     def loss_of(self, domain: str) -> LossWeights:
         """The weights of a domain's tokens."""
@@ -371,7 +388,7 @@ class Config(Section):
         if not self.learns:
             return False
         pipeline = self.pipeline_spec
-        if "reference" in pipeline.roles or not self.learns_from_rewards:
+        if "reference" in pipeline.roles or not self.has_algorithm:
             return "reference" in pipeline.roles or pipeline.uses_reference(self)
         algorithm = self.algorithm_spec
         return "reference" in algorithm.roles or algorithm.uses_reference(self.algorithm)

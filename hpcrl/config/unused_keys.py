@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 
 from hpcrl.config.engines import LoRAConfig, TrainerConfig
+from hpcrl.config.own_objective import unread_with_objective
+from hpcrl.config.part_names import section_name
 from hpcrl.config.rollout import DomainRolloutConfig
 from hpcrl.config.scalar_heads import CriticConfig
 from hpcrl.config.schema import Config
@@ -86,6 +88,8 @@ def _unread_of_pipeline(config: Config) -> Iterator[tuple[Path, Path, str]]:
     else:
         for key in OF_COMPARED if config.imitates else ANSWER_KEYS:
             yield ("data", key), ("pipeline",), f"the {config.pipeline} pipeline does not learn from answers"
+        if not config.has_algorithm:
+            yield from unread_with_objective(config)
         yield from _unread_objective(config)
         yield from _unread_policies(config)
     yield from config.pipeline_spec.unread(config)
@@ -150,11 +154,11 @@ def _unread_of_sections(config: Config) -> Iterator[tuple[Path, Path, str]]:
 
 def _unread_models(config: Config) -> Iterator[tuple[Path, Path, str]]:
     """Keys of reference, teacher and critic, if the run has none."""
-    if config.learns_from_rewards:
+    if config.has_algorithm:
         name = getattr(config.algorithm, "advantage_estimator", "the algorithm")
         cause = "algorithm" if config.learns else "debug"
     else:
-        name, cause = config.pipeline, "pipeline"
+        name, cause = config.pipeline, "debug" if config.debug == "rollout_only" else "pipeline"
     if not config.uses_reference:
         lacks = "has no KL term (kl_loss_coef, kl_reward_coef)" if cause == "algorithm" else "has no reference"
         yield ("reference",), (cause,), f"{name} {lacks}"
@@ -242,9 +246,11 @@ def _not_chosen(config: Config) -> Iterator[tuple[Path, Path, str]]:
     ]
     others = [config.critic.engine] if config.uses_critic else []
     others += [config.teacher.engine] if config.uses_teacher else []
+    own = section_name(config.pipeline, config.pipeline_spec)
     for section, key, chosen, entries in choices:
         for name, spec in entries:
-            if name != chosen and spec.section is not None and not (section == ("trainer",) and name in others):
+            shared = (section == ("trainer",) and name in others) or (not section and (spec.section_key or name) == own)
+            if name != chosen and spec.section is not None and not shared:
                 yield (*section, spec.section_key or name), key, f"the {key[-1]} is {chosen}"
 
 

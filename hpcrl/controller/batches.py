@@ -9,7 +9,11 @@ from hpcrl.cluster.layout import FROZEN_ROLES, RoleLayout
 from hpcrl.config import Config
 from hpcrl.controller.balance import balance, micro_batches
 from hpcrl.messaging.messages import Move
+from hpcrl.rollout.preferences import Preference
 from hpcrl.rollout.types import Sizes, split_sample_id
+
+PAIRS = -3
+"""Id of the batch of a step's pairs."""
 
 
 @dataclass
@@ -27,6 +31,8 @@ class BatchHandle:
         coefficients: Numbers of this batch that the objective reads besides the algorithm's coefficients.
         domains: Name -> its prompts.
         teacher_prompts: Prompt -> the token ids that the teacher reads in its place; empty without teacher.context.
+        preferences: Pairs of the samples to train on, if the pipeline trains on pairs; the two of a pair are on one
+            rank.
     """
 
     id: int
@@ -41,6 +47,7 @@ class BatchHandle:
     coefficients: dict[str, float] = field(default_factory=dict)
     domains: dict[str, list[int]] = field(default_factory=dict)
     teacher_prompts: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    preferences: Sequence[Preference] = ()
 
     @property
     def samples(self) -> list[int]:
@@ -80,17 +87,51 @@ class BatchHandle:
         return float(tokens), float(sequences)
 
 
-def lay_out(config: Config, layout: RoleLayout, step: int, sizes: Mapping[int, Sizes]) -> BatchHandle:
-    """Assign a step's samples to mini-batches and data-parallel ranks, only by their ids and sizes."""
+def lay_out(
+    config: Config,
+    layout: RoleLayout,
+    step: int,
+    sizes: Mapping[int, Sizes],
+    preferences: Sequence[Preference] = (),
+) -> BatchHandle:
+    """Assign a step's samples to mini-batches and data-parallel ranks, only by their ids and sizes. With `preferences`,
+    every rank gets a share of the pairs, and one of the other samples."""
     parts = split_mini_batches(sorted(sizes), config.algorithm.num_mini_batches)
+    together = {sample: number for number, pair in enumerate(preferences) for sample in (pair.better, pair.worse)}
+    if preferences:
+        parts = [sorted(together), sorted(sizes.keys() - together.keys())]
     trainers, prompts = layout.division("trainer").leaders, {sample: split_sample_id(sample)[0] for sample in sizes}
-    handle = BatchHandle(step, step, sizes, parts, assign_rows(sizes, parts, trainers, prompts), prompts=prompts)
-    # The critic trains by mini-batch and gets a share of each; frozen models judge the whole batch.
-    for role, pieces in (("critic", parts), *((role, [sorted(sizes)]) for role in FROZEN_ROLES)):
+    shares = assign_rows(sizes, parts, trainers, prompts, together)
+    handle = BatchHandle(step, step, sizes, parts, shares, prompts=prompts, preferences=preferences)
+    # The critic trains by mini-batch and gets a share of each; frozen models judge the whole batch, or only the pairs.
+    whole = parts if preferences else [sorted(sizes)]
+    for role, pieces in (("critic", parts), *((role, whole) for role in FROZEN_ROLES)):
         if (leaders := layout.division(role).leaders) and leaders != trainers:
             same = next((rows for rows in handle.rows_by_role.values() if set(rows) == set(leaders)), None)
-            handle.rows_by_role[role] = same or assign_rows(sizes, pieces, leaders, prompts)
+            handle.rows_by_role[role] = same or assign_rows(sizes, pieces, leaders, prompts, together)
     return handle
+
+
+def pairs_of(batch: BatchHandle) -> BatchHandle:
+    """The pairs of a batch, as a batch on the same ranks: on each rank the samples of a pair are adjacent, the better
+    one first."""
+    order = [sample for pair in batch.preferences for sample in (pair.better, pair.worse)]
+    place = {sample: number for number, sample in enumerate(order)}
+
+    def ordered(rows: Mapping[int, list[int]]) -> dict[int, list[int]]:
+        return {rank: sorted(place.keys() & set(samples), key=place.__getitem__) for rank, samples in rows.items()}
+
+    return BatchHandle(
+        PAIRS,
+        batch.step,
+        {sample: batch.sizes[sample] for sample in order},
+        [order],
+        ordered(batch.rows),
+        {role: ordered(rows) for role, rows in batch.rows_by_role.items()},
+        prompts={sample: batch.prompts[sample] for sample in order},
+        keep_together={sample: number // 2 for sample, number in place.items()},
+        preferences=batch.preferences,
+    )
 
 
 def split_mini_batches(samples: Sequence[int], count: int) -> list[list[int]]:

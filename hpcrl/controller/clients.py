@@ -12,12 +12,13 @@ from typing import Any, Literal
 from hpcrl.algorithms.factory import make_algorithm
 from hpcrl.cluster.layout import ENGINE_ROLES, FROZEN_ROLES, RoleLayout
 from hpcrl.config import Config
-from hpcrl.controller.batches import BatchHandle, assign_rows, lay_out, moves
+from hpcrl.controller.batches import BatchHandle, assign_rows, lay_out, moves, pairs_of
 from hpcrl.controller.transfers import rollout_transfers, token_transfers
 from hpcrl.messaging import messages
 from hpcrl.messaging.dispatcher import Controller
 from hpcrl.metrics.stats import Stat, Stats, merge, scalar
 from hpcrl.rollout.loop import CollectedRollouts
+from hpcrl.rollout.preferences import preferences
 from hpcrl.rollout.types import Sizes
 from hpcrl.spec.division import Division
 from hpcrl.spec.tables import ROLES
@@ -72,7 +73,8 @@ class Trainer:
         return self.logprobs(batch, into="old_entropies")
 
     def advantages(self, batch: BatchHandle) -> Stats:
-        """Fill advantages and returns, and the samples' weights if the advantage estimator sets them."""
+        """Fill advantages and returns, and the samples' weights if the advantage estimator sets them. Without an
+        algorithm only return the statistics of rewards and lengths."""
         fill = messages.Advantages(batch.id, self._algorithm.coefficients, batch.domains)
         answers = self._controller.call(dict.fromkeys(self.ranks, fill))
         batch.weights = {sample: weight for answer in answers.values() for sample, weight in answer.weights}
@@ -147,6 +149,21 @@ class Trainer:
             {rank: load for division in divisions for rank, load in division.replicate(loads).items()}
         )
         return handle
+
+    def take_pairs(self, batch: BatchHandle) -> BatchHandle:
+        """The batch's pairs as a batch of their own, in the form of rows of pairs (PipelineSpec.rows), on the ranks of
+        trainer and reference."""
+        pairs = pairs_of(batch)
+        row = {rank: {sample: i for i, sample in enumerate(samples)} for rank, samples in batch.all_rows.items()}
+        takes = {
+            rank: messages.TakePairs(pairs.id, batch.id, [row[rank][sample] for sample in samples])
+            for rank, samples in pairs.all_rows.items()
+        }
+        divisions = [self._division, *(self._layout.division(role) for role in pairs.rows_by_role)]
+        self._controller.call(
+            {rank: take for division in divisions for rank, take in division.replicate(takes).items()}
+        )
+        return pairs
 
     def drop(self, batch: BatchHandle) -> None:
         """Free the batch on all ranks."""
@@ -228,7 +245,8 @@ class RolloutTransfer:
         homes = {sample.id: sample.replica for group in groups for sample in group.samples}
         if not self._controller.lost.isdisjoint(homes.values()):
             return None
-        handle = lay_out(config, self._layout, step, sizes)
+        judged = {sample.id: sample.reward for group in groups for sample in group.samples if not sample.failed}
+        handle = lay_out(config, self._layout, step, sizes, preferences(judged, config.pairs_per_group))
         wanted, some_failed = handle.all_rows, any(sample.failed for group in groups for sample in group.samples)
         scored = {
             sample.id: {

@@ -13,6 +13,7 @@ from hpcrl.controller.clients import Trainer, Weights, timed
 from hpcrl.messaging.dispatcher import Controller
 from hpcrl.messaging.messages import LoadRollouts
 from hpcrl.metrics.stats import Stats, scalar
+from hpcrl.rollout.preferences import preferences
 from hpcrl.rollout.store import RolloutReader
 from hpcrl.rollout.types import Sizes
 
@@ -56,7 +57,9 @@ class StoredRollouts:
         """This step's batch; the ranks read their parts themselves. ValueError names a damaged or missing file."""
         start = time.perf_counter()
         sizes = {sample: Sizes(*counts) for sample, counts in self._reader.sizes(step).items()}
-        handle = lay_out(self._config, self._layout, step, sizes)
+        judged = self._reader.rewards(step) if self._config.pairs_per_group else {}
+        chosen = preferences(judged, self._config.pairs_per_group)
+        handle = lay_out(self._config, self._layout, step, sizes, chosen)
         handle.domains = self._reader.domains(step)
         wanted = handle.all_rows
         loads = {rank: LoadRollouts(handle.id, str(self._run_dir), step, rows) for rank, rows in wanted.items()}

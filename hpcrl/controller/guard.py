@@ -139,19 +139,22 @@ class Guard:
             )
 
     def _check_signal(self, step: int, stats: Stats) -> None:
-        """Warn once all advantages of several steps in a row were 0: the policy learns nothing from such steps, unless
-        its tokens have other losses."""
+        """Warn once all advantages of several steps in a row were 0, or these steps had no pairs: the policy learns
+        nothing from such steps, unless its tokens have other losses."""
         advantages, rewards = stats.get("critic/advantages/*"), stats.get("critic/rewards/*")
         is_silent = advantages is not None and advantages.count > 0 and advantages.low == advantages.high == 0
         is_silent &= not any(name in stats and stats[name].total for name in OTHER_LOSSES)
+        lacks_pairs = "pairs/count" in stats and not stats["pairs/count"].total
+        is_silent |= lacks_pairs
         self._num_silent = self._num_silent + 1 if is_silent else 0
         if self._num_silent == MAX_SILENT_STEPS:
             mean = f" (reward {rewards.total / rewards.count:.3g} on average)" if rewards and rewards.count else ""
             logger.warning(
-                "steps %d to %d had no signal%s: all responses to a prompt got the same reward, so all advantages are "
-                "0; use prompts that the model solves sometimes, a warm-up by supervised training (pipeline=sft), a "
-                "reward with partial credit, or a larger rollout.group_size",
+                "steps %d to %d had no signal%s: all responses to a prompt got the same reward, so %s; use prompts "
+                "that the model solves sometimes, a warm-up by supervised training (pipeline=sft), a reward with "
+                "partial credit, or a larger rollout.group_size",
                 *(step - MAX_SILENT_STEPS + 1, step, mean),
+                "there are no pairs" if lacks_pairs else "all advantages are 0",
             )
 
     def check_mismatch(self, step: int, stats: Stats) -> None:

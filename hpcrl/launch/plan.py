@@ -214,7 +214,7 @@ def _work(config: Config) -> str:
 def _methods(config: Config) -> Iterator[str]:
     """What the run learns by: its pipeline's own words, the algorithm if a domain has the policy loss, the teacher."""
     yield from config.pipeline_spec.methods(config)
-    if not config.learns_from_rewards:
+    if not config.has_algorithm:
         return
     weights = config.loss.values()
     if not weights or any(each.policy for each in weights):
@@ -343,7 +343,7 @@ def _batch(config: Config, layout: RoleLayout) -> str:
     rollout, algorithm = config.rollout, config.algorithm
     samples, updates = rollout.num_prompts * rollout.group_size, algorithm.num_mini_batches * algorithm.ppo_epochs
     if not config.generates:
-        return f"the stored responses of a step; {updates} optimizer step(s) over {trainers}"
+        return f"the stored responses of a step; {updates} optimizer step(s) over {trainers}{_pairs(config)}"
     extra = f" (+ {rollout.extra_prompts} redundant prompts)" if rollout.extra_prompts else ""
     extra += (
         f" (+ {rollout.num_prompts} greedy responses, not trained on)" if config.algorithm_spec.greedy_baseline else ""
@@ -351,7 +351,17 @@ def _batch(config: Config, layout: RoleLayout) -> str:
     responses = f"{rollout.num_prompts} prompts x {rollout.group_size} = {samples} responses a step{extra}"
     if not config.learns:
         return f"{responses}; sent to {trainers}, not trained"
+    if config.pairs_per_group:
+        return f"{responses}; 1 optimizer step over {trainers}{_pairs(config)}"
     return f"{responses}; {updates} optimizer step(s) of {samples // algorithm.num_mini_batches} over {trainers}"
+
+
+def _pairs(config: Config) -> str:
+    """On which of the responses the run trains, if not on all."""
+    if not (most := config.pairs_per_group):
+        return ""
+    best = "its best and its worst" if most == 1 else f"the best and the worst, up to {most} pairs"
+    return f", on pairs of a prompt's responses: {best} by reward"
 
 
 def _generation(config: Config, layout: RoleLayout) -> str:
@@ -365,6 +375,9 @@ def _generation(config: Config, layout: RoleLayout) -> str:
 def _asynchrony(config: Config) -> Iterator[tuple[str, str]]:
     rollout, algorithm = config.rollout, config.algorithm
     behind = f"up to {rollout.max_staleness:g} steps behind, on_stale={rollout.on_stale}"
+    if not config.has_algorithm:
+        yield "async", behind
+        return
     corrected = str(algorithm.correction)
     for key, what in (("correction_level", " weights"), ("rejection_level", ", rejection by the ratio")):
         if level := algorithm.correction_levels.get(key):

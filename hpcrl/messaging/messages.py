@@ -228,6 +228,14 @@ class MixRows(Message):
     sequences: list[int]
 
 
+class TakePairs(Message):
+    """Form batch `batch` from these rows of batch `source`: pairs, of which the better one is first."""
+
+    batch: int
+    source: int
+    rows: list[int]
+
+
 class LoadRollouts(Message):
     """Form batch `batch` from these stored samples of a step."""
 
@@ -303,8 +311,9 @@ class SetSampleWeights(Message):
 
 
 class Advantages(Message):
-    """Fill the batch's advantages and returns; the trainers exchange all rewards. The answer has all weights that are
-    not 1. `coefficients` are the algorithm's adaptive coefficients for this step; `domains` maps names to prompts."""
+    """Fill the batch's advantages and returns, if the run has an algorithm; the trainers exchange all rewards. The
+    answer has all weights that are not 1. `coefficients` are the algorithm's adaptive coefficients for this step;
+    `domains` maps names to prompts."""
 
     batch: int
     coefficients: dict[str, float] = {}
@@ -463,6 +472,7 @@ Command = (
     | TransferRollouts
     | LoadRows
     | MixRows
+    | TakePairs
     | LoadRollouts
     | Logprobs
     | Teach

@@ -24,12 +24,8 @@ def _check(config: Any) -> Iterator[Problem]:
 
 
 def _unread(config: Any) -> Iterator[tuple[Path, Path, str]]:
-    own: DPOConfig = config.section(DPOConfig)
-    for key in own.unread():
-        yield ("dpo", key), ("dpo", "loss"), f"dpo.loss is {own.loss}"
-    if not own.uses_reference:
-        key, value = ("loss", own.loss) if not own.spec.reference else ("reference_free", "true")
-        yield ("reference",), ("dpo", key), f"with dpo.{key}={value} there is no reference"
+    yield from unread_by_loss(config.section(DPOConfig))
+    yield ("dpo", "pairs_per_group"), ("pipeline",), "the rows of the dpo pipeline are pairs"
     if config.data.val is None:
         yield ("dpo", "validation"), ("data", "val"), "data.val is null"
     if config.validates_rows:
@@ -41,7 +37,17 @@ def _unread(config: Any) -> Iterator[tuple[Path, Path, str]]:
             yield (section,), cause, why
 
 
-def _methods(config: Any) -> Iterator[str]:
+def unread_by_loss(own: DPOConfig) -> Iterator[tuple[Path, Path, str]]:
+    """The keys that a loss on pairs does not read, as PipelineSpec.unread."""
+    for key in own.unread():
+        yield ("dpo", key), ("dpo", "loss"), f"dpo.loss is {own.loss}"
+    if not own.uses_reference:
+        key, value = ("loss", own.loss) if not own.spec.reference else ("reference_free", "true")
+        yield ("reference",), ("dpo", key), f"with dpo.{key}={value} there is no reference"
+
+
+def methods_of_loss(config: Any) -> Iterator[str]:
+    """The loss in the plan's words, as PipelineSpec.methods."""
     own: DPOConfig = config.section(DPOConfig)
     yield f"loss {own.loss}"
     yield f"beta {own.scale:g}"
@@ -55,7 +61,7 @@ SPEC = PipelineSpec(
     section=DPOConfig,
     check=_check,
     unread=_unread,
-    methods=_methods,
+    methods=methods_of_loss,
     learns_from_rewards=False,
     rows=lambda config: "labelled" if config.section(DPOConfig).spec.labelled else "pairs",
     objective="hpcrl.algorithms.pairs.objective:make_objective",

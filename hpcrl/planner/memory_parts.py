@@ -57,7 +57,9 @@ def samples_of_a_step(config: Config) -> int:
 
 
 def samples_of_an_update(config: Config) -> int:
-    """Sequences per optimizer step."""
+    """Sequences per optimizer step, at most."""
+    if config.pairs_per_group:
+        return 2 * config.pairs_per_group * config.rollout.num_prompts
     parts = config.algorithm.num_mini_batches if config.pipeline_spec.batch_size is None else 1
     return samples_of_a_step(config) // parts
 

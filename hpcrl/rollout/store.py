@@ -157,6 +157,13 @@ class RolloutReader:
         pairs = zip(batch.lengths.tolist(), model.tolist(), strict=True)
         return dict(zip(batch.sample_ids.tolist(), pairs, strict=True))
 
+    def rewards(self, step: int) -> dict[int, float]:
+        """Sample id -> reward, without failed episodes. ValueError as for read()."""
+        batch = self.batch(step)
+        failed = [False] * batch.num_sequences if batch.failed is None else batch.failed.tolist()
+        given = zip(batch.sample_ids.tolist(), batch.rewards.tolist(), failed, strict=True)
+        return {sample: reward for sample, reward, has_failed in given if not has_failed}
+
     def domains(self, step: int) -> dict[str, list[int]]:
         """Domain -> its prompts that were trained on in this step; empty if the step has no outcomes."""
         found = dict[str, list[int]]()

@@ -113,12 +113,15 @@ class PipelineSpec(Spec):
     chosen one (field `chosen`), on one rank in one micro-batch; or answers with a label (hpcrl.data.labelled), which
     becomes the field `chosen`. A function must need only the pipeline's own section."""
     objective: str = ""
-    """`module:NAME` of the objective if the run has no algorithm; called with the pipeline's section if it takes an
-    argument."""
+    """`module:NAME` of the objective if the run has no algorithm, also if it learns from rewards; called with the
+    pipeline's section if it takes an argument."""
     uses_reference: Callable[[Any], bool] = lambda config: False
     """Whether it reads the reference's log-probs, if this depends on the configuration (otherwise see `roles`)."""
     validates_rows: Callable[[Any], bool] = lambda config: False
     """Whether data.val has rows like data.train, on which it computes its loss, instead of prompts."""
+    pairs_per_group: Callable[[Any], int] = lambda config: 0
+    """Maximum pairs of a better and a worse response to each prompt, by reward, on which it trains
+    (hpcrl.rollout.preferences); 0: it trains on all responses."""
     unread: Callable[[Any], Iterable[tuple[Path, Path, str]]] = lambda config: ()
     """(path of a key that it does not read, the key that is the cause, reason)."""
     trains_head: bool = False

@@ -22,6 +22,7 @@ PIPELINES = SpecTable(
         "rlvr": "hpcrl.pipelines.rlvr:SPEC",
         "sft": "hpcrl.pipelines.sft:SPEC",
         "reward_model": "hpcrl.pipelines.train_reward_model:SPEC",
+        "online_dpo": "hpcrl.pipelines.online_dpo:SPEC",
         "dpo": "hpcrl.pipelines.dpo:SPEC",
         "agentic": "hpcrl.pipelines.agentic:SPEC",
         "distill": "hpcrl.pipelines.distill:SPEC",

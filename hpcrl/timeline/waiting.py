@@ -21,7 +21,7 @@ OTHER = "other commands"
 ACTIVITIES = {
     **dict.fromkeys(("DecodeChunk", "Admit", "AbortSamples", "Rescore", "DropSamples"), DECODING),
     **dict.fromkeys(("TransferRollouts", "BroadcastBatch", "SendTokens"), "rollout transfer"),
-    **dict.fromkeys(("LoadRollouts", "LoadRows", "MixRows"), "loading rows"),
+    **dict.fromkeys(("LoadRollouts", "LoadRows", "MixRows", "TakePairs"), "loading rows"),
     **dict.fromkeys(("Advantages", "SetSampleWeights"), "advantages"),
     **dict.fromkeys(("SaveState", "FinishSave", "SavePending", "Export", "ExportCritic"), "saves"),
     "WriteRollouts": "storing rollouts",

@@ -48,6 +48,7 @@ from hpcrl.messaging.messages import (
     ReadLogprobs,
     ReleaseReference,
     StoreLogprobs,
+    TakePairs,
     Teach,
     TrainStep,
     WriteRollouts,
@@ -111,7 +112,12 @@ class EngineRole:
         return None
 
     def handlers(self) -> dict[type, Callable[[Any, int], Any]]:
-        return {LoadRollouts: self._load_rollouts, LoadRows: self._load_rows, BroadcastBatch: self._broadcast}
+        return {
+            LoadRollouts: self._load_rollouts,
+            LoadRows: self._load_rows,
+            TakePairs: self._take_pairs,
+            BroadcastBatch: self._broadcast,
+        }
 
     def _load_rows(self, command: LoadRows, seq: int) -> Done:
         if command.split not in self._rows:
@@ -131,6 +137,12 @@ class EngineRole:
         stored = RolloutReader(command.run_dir, provisional=True).batch(command.step)
         rows = torch.searchsorted(stored.sample_ids, torch.tensor(command.samples)).tolist()
         self._worker.batches[command.batch] = stored.select(rows).as_generated().check()
+        return Done(seq)
+
+    def _take_pairs(self, command: TakePairs, seq: int) -> Done:
+        pairs = self._worker.batches[command.source].select(command.rows)
+        pairs.chosen = torch.arange(pairs.num_sequences) % 2 == 0
+        self._worker.batches[command.batch] = pairs
         return Done(seq)
 
     def logprobs(self, command: Logprobs, seq: int) -> Done:
@@ -281,9 +293,11 @@ class TrainerRole(EngineRole):
 
     def _advantages(self, command: Advantages, seq: int) -> Done:
         batch, estimator = self._worker.batches[command.batch], self._algorithm.estimator
-        assert estimator is not None, "a pipeline without rewards asks for no advantages"
         self._algorithm.take(command.coefficients)
         table = _gather_rewards(batch, self._ranks, command.domains)
+        if estimator is None:  # the pipeline has an objective of its own
+            stats = batch_stats(batch, table) | domain_stats(batch, table)
+            return Done(seq, stats=stats if self._ranks.is_head else {})
         own = _fill_advantages(estimator, batch, table, self._ranks)
         fill_weights(self._worker.config, batch, command.domains)
         fill_teachers(self._worker.config, batch, command.domains)

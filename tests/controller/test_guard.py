@@ -67,6 +67,8 @@ def test_consecutive_steps_that_change_nothing_end_the_run(steps: list[Stats], e
         ([SILENT | {"loss/ce": Stat(3.0, 4.0)}] * 9, ""),
         ([SILENT | {"loss/ce": Stat(0.0, 4.0)}] * 9, "steps 1 to 5 had no signal"),
         ([LOUD, *[SILENT] * 9], "steps 2 to 6 had no signal (reward 0 on average): all responses to a prompt got"),
+        ([{"pairs/count": Stat(0.0, 1.0)}] * 9, "the same reward, so there are no pairs; use prompts"),
+        ([{"pairs/count": Stat(2.0, 1.0)}] * 9, ""),
     ],
 )
 def test_steps_without_a_signal_are_reported_once(

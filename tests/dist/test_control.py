@@ -78,6 +78,7 @@ COMMANDS: list[Any] = [
     m.TransferRollouts(3, "fabric", [MOVE], ["token_ids"], {"rewards": b"\0" * 8, "scores": b"\xff" * 8}, True),
     m.LoadRows(1, [0, 1], "val", [1, 0], 9),
     m.MixRows(1, [0, 1]),
+    m.TakePairs(-3, 1, [2, 0]),
     m.LoadRollouts(1, "runs/a", 3, [7 << 24]),
     m.SavePending("runs/a/checkpoints/step_000002", [7 << 24]),
     m.LoadPending("runs/a/checkpoints/step_000002", ["pending_rank0002.safetensors"], [7 << 24]),

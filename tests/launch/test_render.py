@@ -52,7 +52,10 @@ RUNNABLE = {
     "reward_model_7b",
     "dpo_tiny",
     "dpo_7b",
+    "online_dpo_tiny",
 }
+OF_DEMO = {"distill_tiny": ("model.path", "teacher.path"), "online_dpo_tiny": ("model.path",)}
+"""Recipe -> keys of its models that are results of `make demo`."""
 COMPONENTS = "cluster.components={gpu: {roles: [controller, trainer], ranks_per_node: 2, gpus_per_node: 2, %s}%s}"
 
 
@@ -182,7 +185,7 @@ def test_every_recipe_has_a_script() -> None:
     worlds = ("sokoban", "vl_sokoban", "frozenlake", "webshop", "alfworld", "swe", "tool_math")
     agentic = {f"agentic_{name}" for name in worlds}
     own = {"convert", "reward_model_7b", "generate_tiny", "generate_32b", "distill_tiny", "distill_7b_from_32b"}
-    assert rlvr | agentic | own | {"dpo_tiny", "dpo_7b"} == RECIPES
+    assert rlvr | agentic | own | {"dpo_tiny", "dpo_7b", "online_dpo_tiny"} == RECIPES
 
 
 @pytest.mark.slow
@@ -224,9 +227,9 @@ def test_a_recipe_plans_without_weights_and_names_unbuilt_parts(
         Path("game.z8").touch()
         Path("game.json").touch()
         words.append("env.default.options.games=[game.z8]")
-    if name == "distill_tiny":  # whose models are results of `make demo`
+    if name in OF_DEMO:
         make_tiny_model(TinyModel(), tmp_path / "tiny")
-        words += [f"{key}={tmp_path / 'tiny'}" for key in ("model.path", "teacher.path")]
+        words += [f"{key}={tmp_path / 'tiny'}" for key in OF_DEMO[name]]
     assert main([*words, "dry_run=true"]) == 0, capsys.readouterr().err
     plan = capsys.readouterr().out
     config = load(words)

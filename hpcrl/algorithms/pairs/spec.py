@@ -1,4 +1,4 @@
-"""The keys of pipeline=dpo and the specifications of its losses; without torch."""
+"""The keys of pipeline=dpo and online_dpo and the specifications of their losses; without torch."""
 
 from __future__ import annotations
 
@@ -38,6 +38,9 @@ class DPOConfig(Section):
     """KTO's weight of good answers."""
     undesirable_weight: NonNegative = 1.0
     """KTO's weight of bad answers."""
+    pairs_per_group: Positive = 1
+    """Maximum pairs of a prompt's responses with pipeline=online_dpo: the best with the worst by reward, the second
+    best with the second worst, and so on."""
     validation: Literal["pairs", "responses"] = "pairs"
     """pairs: data.val has rows like data.train, whose first eval.num_prompts give val/loss and val/rewards; responses:
     data.val has prompts, which the policy answers."""
