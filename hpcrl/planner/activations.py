@@ -44,7 +44,8 @@ class Tokens:
         """The largest micro-batch of a rank with this many sequences: the token limit, or one row of maximum length if
         that is longer. Rows are packed by their real lengths, so all of its tokens may be of images. Both answers of a
         pair are in one micro-batch."""
-        row = config.max_row_tokens * (2 if config.row_kind == "pairs" else 1)
+        in_pairs = config.row_kind == "pairs" or config.pairs_per_group > 0
+        row = config.max_row_tokens * (2 if in_pairs else 1)
         total = max(min(config.trainer.max_tokens_per_micro_batch, num_sequences * row), row)
         images = min(num_sequences * image_tokens_of_row(config, tower), total)
         return cls(total, total, config.max_trained_tokens, images)

@@ -485,3 +485,5 @@ def test_rows_of_files_are_planned_at_their_own_limit(pipeline: str, tokens: int
     assert config.max_row_tokens == 4096
     free = parse(given | {"data": data | {"max_sequence_tokens": None}})
     assert free.max_row_tokens == free.max_turn_tokens < 4096
+    own = parse({"pipeline": "online_dpo", "data": data, "trainer": {"max_tokens_per_micro_batch": 16}})
+    assert Tokens.of(own, 8) == Tokens(2 * own.max_row_tokens, 2 * own.max_row_tokens, own.max_row_tokens)
