@@ -380,9 +380,9 @@ def test_keys_chosen_by_the_code_are_never_hashed_outside_the_sandbox(make: Any)
 
 
 def test_a_long_line_after_a_code_fence_is_parsed_quickly() -> None:
-    start = time.perf_counter()
+    start = time.thread_time()
     code_of("```" + "a" * 200_000, "python")
-    assert time.perf_counter() - start < 20.0  # 200 s with a pattern that goes back
+    assert time.thread_time() - start < 20.0  # 200 s with a pattern that goes back
 
 
 LIBRARY_LIARS = {
