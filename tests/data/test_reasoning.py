@@ -113,9 +113,9 @@ def test_marks_of_an_unknown_family_are_found_in_its_template() -> None:
 def test_a_hostile_turn_is_parsed_in_linear_time(piece: str) -> None:
     tokenizer = tokenizer_of("gpt-oss")
     texts = TurnTexts(tokenizer)
-    begins = time.perf_counter()
+    begins = time.thread_time()
     texts._marked(piece * (400_000 // len(piece)), "")
-    assert time.perf_counter() - begins < 2
+    assert time.thread_time() - begins < 2
 
 
 def test_a_template_that_refuses_reasoning_gets_the_known_marks() -> None:

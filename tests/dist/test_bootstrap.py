@@ -209,7 +209,7 @@ def test_waiting_for_rank_0_times_out(tmp_path: Path) -> None:
     start = time.monotonic()
     with pytest.raises(TimeoutError, match=rf"no {tmp_path / ENDPOINT} after 0.2 s: rank 0 has not come up"):
         share_endpoint(place_of(1), tmp_path, None, 0.2)
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 20
 
 
 @pytest.mark.slow

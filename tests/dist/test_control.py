@@ -47,7 +47,7 @@ from hpcrl.messaging.queues import connect
 from hpcrl.messaging.watch import StoreWatch
 from hpcrl.system import log
 log.start("rank 7", file=log.STDERR)
-watch = StoreWatch(connect("127.0.0.1", int(sys.argv[1]), 20), lambda: "DecodeChunk #3", 1.0)
+watch = StoreWatch(connect("127.0.0.1", int(sys.argv[1]), 20), lambda: "DecodeChunk #3", 3.0)
 print("up", flush=True)
 if sys.argv[2] == "stop": watch.stop()
 sys.stdin.read()
@@ -185,7 +185,7 @@ def test_every_message_arrives_as_it_was_sent(mailbox_server: MailboxServer, sam
     sender, inbox = sender_to(mailbox_server, 3), Inbox(mailbox_server.queue(QUEUE), QUEUE, KEY, types)
     assert [sender.send(QUEUE, message) for message in samples] == list(range(1, len(samples) + 1))
     for number, message in enumerate(samples, 1):
-        assert inbox.get(5) == (3, number, message)
+        assert inbox.get(20) == (3, number, message)
     assert inbox.get() is None
     assert inbox.refused == []
 
@@ -196,9 +196,9 @@ def test_each_sender_and_queue_has_its_own_numbering(mailbox_server: MailboxServ
     got = []
     for sender in (first, second, second, first):
         sender.send(QUEUE, m.Shutdown())
-        got.append(inbox.get(5)[:2])  # between connections there is no order
+        got.append(inbox.get(20)[:2])  # between connections there is no order
         sender.send("rank/2", m.Shutdown())
-        assert other.get(5)[:2] == got[-1]
+        assert other.get(20)[:2] == got[-1]
     assert got == [(1, 1), (-2, 1), (-2, 2), (1, 2)]
 
 
@@ -207,7 +207,7 @@ def test_threads_share_a_sender(mailbox_server: MailboxServer, inbox: Inbox) -> 
     threads = [threading.Thread(target=lambda: [sender.send(QUEUE, m.Shutdown()) for _ in range(50)]) for _ in range(4)]
     for thread in threads:
         thread.start()
-    assert [inbox.get(5)[1] for _ in range(200)] == list(range(1, 201))
+    assert [inbox.get(20)[1] for _ in range(200)] == list(range(1, 201))
 
 
 # -- refused -----------------------------------------------------------------------------------------------------
@@ -217,7 +217,7 @@ def refuse(push: Push, inbox: Inbox, raw: bytes, why: str, capfd: pytest.Capture
     """`raw` is refused and named, and the valid message after it arrives. sent: messages of sender 0 that count."""
     push(raw)
     push(Recorded(sent=sent).raw(m.Shutdown()))
-    assert inbox.get(5) == (0, sent + 1, m.Shutdown())
+    assert inbox.get(20) == (0, sent + 1, m.Shutdown())
     assert len(inbox.refused) == 1
     assert why in inbox.refused[0]
     assert f"refused on queue {QUEUE}: {inbox.refused[0]}" in capfd.readouterr().out
@@ -235,7 +235,7 @@ def test_random_bytes_are_refused(push: Push, inbox: Inbox, raw: bytes, capfd: p
 def test_a_replayed_message_is_refused(push: Push, inbox: Inbox, capfd: pytest.CaptureFixture[str]) -> None:
     raw = raw_of(m.Export("hf"))
     push(raw)
-    assert inbox.get(5) == (0, 1, m.Export("hf"))
+    assert inbox.get(20) == (0, 1, m.Export("hf"))
     refuse(push, inbox, raw, "message 1 of sender 0, replayed (expected 2)", capfd, sent=1)
 
 
@@ -252,8 +252,9 @@ def test_a_gap_ends_only_the_stream_of_its_sender(mailbox_server: MailboxServer,
         broken(raws[number])
     wait_for(lambda: mailbox_server.queue(QUEUE).qsize() == len(sent))
     other.send(QUEUE, m.Advantages(7))
-    got, ended = [], []
-    for _ in range(10):
+    got, ended, deadline = [], [], time.monotonic() + 20
+    while (5, 1, m.Advantages(7)) not in got:  # the last one sent
+        assert time.monotonic() < deadline
         got += [message] if (message := inbox.get(0.2)) is not None else []
         ended += inbox.take_ended()
     before = [number for number in sent if sent.index(number) == number - 1]
@@ -273,7 +274,7 @@ def test_a_second_process_with_a_ranks_number_is_refused_and_changes_nothing(
         with pytest.raises(ReaderLost, match=r"refused sender 4 of queue rank/1: .* two processes have the same rank"):
             second.send(QUEUE, m.Export("stolen"))
     first.send(QUEUE, m.Advantages(3))
-    assert [inbox.get(5) for _ in range(4)] == [(4, step + 1, m.Advantages(step)) for step in range(4)]
+    assert [inbox.get(20) for _ in range(4)] == [(4, step + 1, m.Advantages(step)) for step in range(4)]
     assert inbox.get(0.1) is None and inbox.num_refused == 0 and inbox.take_ended() == []
 
 
@@ -297,8 +298,8 @@ def test_the_end_of_a_sender_is_reported_after_its_last_message(mailbox_server: 
     sender = sender_to(mailbox_server, 4)
     sender.send(QUEUE, m.Shutdown())
     del sender  # closes its connection
-    assert inbox.get(5) == (4, 1, m.Shutdown())
-    assert inbox.get(5) is None
+    assert inbox.get(20) == (4, 1, m.Shutdown())
+    assert inbox.get(20) is None
     assert inbox.take_ended() == [SenderEnded(4, "closed", "its connection has ended")]
 
 
@@ -328,7 +329,7 @@ def test_the_sender_refuses_too_large_messages(mailbox_server: MailboxServer, in
         sender.send(QUEUE, m.Done(1, texts=["x" * (64 << 20)]))
     assert inbox.get() is None
     assert sender.send(QUEUE, m.Shutdown()) == 1  # the refused one used no number
-    assert inbox.get(5) == (0, 1, m.Shutdown())
+    assert inbox.get(20) == (0, 1, m.Shutdown())
 
 
 @pytest.mark.slow
@@ -339,7 +340,7 @@ def test_a_large_message_arrives_whole(mailbox_server: MailboxServer, inbox: Inb
     assert sender.send(QUEUE, message) == 1
     assert sender.send(QUEUE, m.Shutdown()) == 2
     assert inbox.get(20) == (0, 1, message)
-    assert inbox.get(5) == (0, 2, m.Shutdown())
+    assert inbox.get(20) == (0, 2, m.Shutdown())
     assert inbox.refused == []
 
 
@@ -450,14 +451,14 @@ def test_tampering_never_yields_a_message_that_was_not_next(tampering: list[tupl
 def test_reading_an_empty_queue_takes_exactly_the_timeout(inbox: Inbox, timeout_s: float) -> None:
     start = time.monotonic()
     assert inbox.get(timeout_s) is None
-    assert timeout_s <= time.monotonic() - start < timeout_s + 2
+    assert timeout_s <= time.monotonic() - start < timeout_s + 10
 
 
 def test_a_blocked_get_wakes_up_when_a_message_arrives(inbox: Inbox, push: Push) -> None:
     threading.Timer(0.3, lambda: push(raw_of(m.Shutdown()))).start()
     start = time.monotonic()
     assert inbox.get(60) == (0, 1, m.Shutdown())
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 30
 
 
 def test_the_wakeup_event_covers_every_queue(mailbox_server: MailboxServer, push: Push) -> None:
@@ -465,7 +466,7 @@ def test_the_wakeup_event_covers_every_queue(mailbox_server: MailboxServer, push
     mailbox_server.queue("mail/1")
     for there in (push, connect("127.0.0.1", mailbox_server.port, "mail/1", KEY, 0, 30, 30)):
         there(b"entry")
-        assert mailbox_server.wakeup.wait(5)
+        assert mailbox_server.wakeup.wait(20)
         mailbox_server.wakeup.clear()
     assert mailbox_server.queue(QUEUE).get() == mailbox_server.queue("mail/1").get() == Arrival(0, b"entry")
 
@@ -476,7 +477,7 @@ def test_the_wakeup_event_covers_every_queue(mailbox_server: MailboxServer, push
 def test_a_lost_reader_is_named_and_not_retried(mailbox_server: MailboxServer, inbox: Inbox) -> None:
     sender = sender_to(mailbox_server)
     sender.send(QUEUE, m.Shutdown())
-    assert inbox.get(5) is not None
+    assert inbox.get(20) is not None
     mailbox_server.close()
     with pytest.raises(ReaderLost, match="Shutdown to rank/1 was not sent, its reader is gone: ") as first:
         for _ in range(20):  # the first ones may still go into the socket
@@ -505,12 +506,14 @@ def test_a_hanging_reader_costs_its_timeout_only_once(greets: bool) -> None:
 
         if greets:
             threading.Thread(target=greet).start()
-        sender = Sender(lambda queue: connect("127.0.0.1", port, queue, KEY, 0, 20, 0.3), KEY, 0)
+        sender = Sender(lambda queue: connect("127.0.0.1", port, queue, KEY, 0, 20, 2.0), KEY, 0)
+        with pytest.raises(ReaderLost, match="timed out"):
+            sender.send(QUEUE, m.Export("x" * (48 << 20)))
         start = time.monotonic()
-        for _ in range(5):
+        for _ in range(9):
             with pytest.raises(ReaderLost, match="timed out"):
-                sender.send(QUEUE, m.Export("x" * (48 << 20)))
-        assert time.monotonic() - start < 5
+                sender.send(QUEUE, m.Export("x"))
+        assert time.monotonic() - start < 16
 
 
 def test_a_port_without_a_mailbox_server_is_named() -> None:
@@ -548,7 +551,7 @@ def test_a_closed_mailbox_server_leaves_no_thread() -> None:
     (own,) = set(threading.enumerate()) - before
     mailbox_server.close()
     mailbox_server.close()  # harmless
-    own.join(5)
+    own.join(20)
     assert not own.is_alive()
     with pytest.raises(ConnectionRefusedError):
         connect("127.0.0.1", mailbox_server.port, QUEUE, KEY, 0, 5, 5)
@@ -587,16 +590,16 @@ def test_every_process_notices_a_lost_store(host: tuple[subprocess.Popen[str], i
         assert child.stdout is not None
         assert child.stdout.readline() == "up\n"
     process.send_signal(signal.SIGSTOP)  # silent, but its connections stand
-    assert left.wait(20) == ExitCode.STORE_LOST
+    assert left.wait(60) == ExitCode.STORE_LOST
     assert left.stderr is not None
-    assert " rank 7 ERROR the control store has not answered for 1 s (while in DecodeChunk #3)" in left.stderr.read()
+    assert " rank 7 ERROR the control store has not answered for 3 s (while in DecodeChunk #3)" in left.stderr.read()
     process.send_signal(signal.SIGCONT)
     late = watched(port, "go")
     assert late.stdout is not None and late.stderr is not None
     assert late.stdout.readline() == "up\n"
     process.kill()
     process.wait()
-    assert late.wait(20) == ExitCode.STORE_LOST
+    assert late.wait(60) == ExitCode.STORE_LOST
     assert " rank 7 ERROR the control store is gone (while in DecodeChunk #3)" in late.stderr.read()
     start = time.monotonic()
     with pytest.raises(StoreLost, match=f"no control store at 127.0.0.1:{port} within 0.5 s"):
@@ -651,7 +654,7 @@ def test_random_bytes_at_the_port_have_no_effect(
     with socket.create_connection(("127.0.0.1", mailbox_server.port)) as ends:
         ends.sendall(noise)
     push(raw_of(m.Shutdown()))
-    assert inbox.get(5) == (0, 1, m.Shutdown())
+    assert inbox.get(20) == (0, 1, m.Shutdown())
     assert inbox.num_refused == 0
 
 
@@ -672,7 +675,7 @@ def test_nothing_can_be_added_without_the_key(
         stranger.sendall(hello(stranger, queue, key, drawn, number) + long(raw_of(m.Shutdown())))
         assert stranger.recv(200, socket.MSG_WAITALL)[1:] in (b"wrong key for this run", NO_QUEUE)
     push(raw_of(m.Shutdown()))
-    assert inbox.get(5) == (0, 1, m.Shutdown())
+    assert inbox.get(20) == (0, 1, m.Shutdown())
     assert inbox.get(0.1) is None and inbox.num_refused == 0
 
 
@@ -685,7 +688,7 @@ def test_a_too_long_entry_closes_its_connection_at_once(
     stranger.sendall((said if knows_the_key else b"") + (most + 1).to_bytes(4, "little"))
     assert stranger.recv(2, socket.MSG_WAITALL) == (b"\0" if knows_the_key else b""), "the connection ends"
     push(raw_of(m.Shutdown()))
-    assert (inbox.get(5) or inbox.get(5)) == (0, 1, m.Shutdown()), "behind the end of the other"
+    assert (inbox.get(20) or inbox.get(20)) == (0, 1, m.Shutdown()), "behind the end of the other"
 
 
 def test_a_sender_that_stops_within_a_message_blocks_nobody(push: Push, inbox: Inbox, stranger: socket.socket) -> None:
@@ -694,9 +697,9 @@ def test_a_sender_that_stops_within_a_message_blocks_nobody(push: Push, inbox: I
         stranger.sendall(piece)
         time.sleep(0.02)
     push(raw_of(m.Shutdown()))
-    assert inbox.get(5) == (0, 1, m.Shutdown())
+    assert inbox.get(20) == (0, 1, m.Shutdown())
     stranger.sendall(entry[500:])
-    assert inbox.get(5) == (7, 1, m.Export("x" * 1000))
+    assert inbox.get(20) == (7, 1, m.Export("x" * 1000))
 
 
 def test_too_many_connections_only_delay_messages(mailbox_server: MailboxServer, inbox: Inbox) -> None:
@@ -711,9 +714,9 @@ def test_too_many_connections_only_delay_messages(mailbox_server: MailboxServer,
                 late.recv(1)
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        late.settimeout(5)
+        late.settimeout(20)
         late.sendall(hello(late) + long(Recorded(7).raw(m.Shutdown())))
-        assert inbox.get(5) == (7, 1, m.Shutdown())
+        assert inbox.get(20) == (7, 1, m.Shutdown())
 
 
 def test_no_message_contains_the_key() -> None:

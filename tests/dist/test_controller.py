@@ -103,7 +103,7 @@ def test_a_rank_that_does_not_answer_is_named_after_its_deadline(threads: Any) -
     start = time.monotonic()
     with pytest.raises(RankSilent, match=r"no answer within 0.5 s: rank 1 \(no role\) in command Advantages #\d+"):
         controller.call({1: Advantages(7)})
-    assert 0.5 <= time.monotonic() - start < 5
+    assert 0.5 <= time.monotonic() - start < 20
 
 
 def test_an_answer_that_nobody_awaits_has_a_deadline_but_is_not_kept(threads: Any) -> None:
@@ -156,10 +156,10 @@ def test_a_command_can_have_a_longer_timeout(threads: Any) -> None:
     start = time.monotonic()
     with pytest.raises(RankSilent, match=r"no answer within 1.6 s: rank 1 \(no role\) in command Advantages #\d+"):
         controller.call({1: Advantages(7)}, more_s=1.2)
-    assert 1.6 <= time.monotonic() - start < 8
+    assert 1.6 <= time.monotonic() - start < 20
     activity = threads.worlds[0].trace.read()
     assert activity is not None and activity.name == "call Advantages"
-    assert time.monotonic() - activity.since < 1.0, "its agent need not take the controller for stuck"
+    assert activity.since - start > 0.6, "its agent need not take the controller for stuck"
 
 
 def test_background_work_between_events_does_not_block(threads: Any) -> None:

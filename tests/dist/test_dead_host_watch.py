@@ -22,7 +22,7 @@ from tests.e2e.cutting_off import cut_off
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(60)]
 
 KEY, DEADLINE_S = b"k" * 32, 3.0
-SLACK_S = 5.0  # for a machine whose cores are busy
+SLACK_S = 15.0  # for a machine whose cores are busy
 OTHER = """
 import sys, time
 from hpcrl.messaging.mailbox_server import MailboxServer, connect
@@ -63,7 +63,7 @@ def test_connections_to_a_silent_host_end(
     mailbox_server: MailboxServer, other: tuple[subprocess.Popen[str], int]
 ) -> None:
     inbox = Inbox(mailbox_server.queue("controller"), "controller", KEY, Event)
-    assert inbox.get(10) == (1, 1, Joined("x", 1))
+    assert inbox.get(20) == (1, 1, Joined("x", 1))
     time.sleep(DEADLINE_S / 4)  # the watch has seen the connection
     assert cut_off(other[0].pid) >= 2
     began = time.monotonic()

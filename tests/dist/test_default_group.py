@@ -106,8 +106,8 @@ from torch.distributed import distributed_c10d
 from hpcrl.messaging.bootstrap import ProcessInfo
 from hpcrl.messaging.world import join
 rank, folder = int(sys.argv[1]), Path(sys.argv[2])
-distributed_c10d.default_pg_timeout = timedelta(seconds=2)  # torch's is 30 minutes, NCCL's 10
-world = join(ProcessInfo("rank", "agent", rank, 0, 1), 2, folder, start_s=60, store_s=60, command_s=2)
+distributed_c10d.default_pg_timeout = timedelta(seconds=5)  # torch's is 30 minutes, NCCL's 10
+world = join(ProcessInfo("rank", "agent", rank, 0, 1), 2, folder, start_s=60, store_s=60, command_s=5)
 world.default_group("trainer", [0, 1], 0)
 group = dist.new_group([0, 1])
 for number, used in enumerate((None, group)):
@@ -136,7 +136,7 @@ def test_a_collective_continues_after_its_job_was_suspended(tmp_path: Path) -> N
             time.sleep(0.3)
             for member in members:
                 member.send_signal(signal.SIGSTOP)
-            time.sleep(2.5)
+            time.sleep(5.5)
             for member in members:
                 member.send_signal(signal.SIGCONT)
             time.sleep(0.2)

@@ -292,7 +292,7 @@ def test_an_unkillable_program_is_not_waited_for(make: Make, program: str, monke
         monkeypatch.setattr(sys, "executable", str(stuck))
     began = time.monotonic()
     found = look(needs, node.environ | {"CUDA_HOME": ""}, (), print, node.devices, CUDA)
-    assert time.monotonic() - began < 7
+    assert time.monotonic() - began < 30
     assert ("does not answer within 1.5 s" in found.problem) == (program == "libcuda")
     assert ("does not show whether others use GPU(s) 0,1" in found.note) == (program == "nvidia-smi")
 
@@ -497,7 +497,7 @@ def test_a_signal_ends_the_gpu_check(make: Make, tmp_path: Path, number: int, sm
             process.send_signal(number)
             sent = time.monotonic()
             rest = process.stderr.read()
-            assert process.wait(30) == 128 + number and time.monotonic() - sent < 8
+            assert process.wait(30) == 128 + number and time.monotonic() - sent < 15
         finally:
             process.kill()
     name = signal.Signals(number).name

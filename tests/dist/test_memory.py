@@ -86,8 +86,9 @@ def cgroup() -> Iterator[Path]:
 @pytest.mark.alone  # elsewhere a rank killed by a test might be reported as killed for lack of memory
 def test_a_rank_killed_for_lack_of_memory_is_reported_as_such(cgroup: Path, tmp_path: Path) -> None:
     greedy = HEAD + "up(); time.sleep(.2); x = bytearray(600 << 20)"
-    other = HEAD + "up(); time.sleep(1); os.kill(os.getpid(), signal.SIGKILL)"  # afterwards, and not for memory
-    programs = [HEAD + "up(); time.sleep(2)", greedy, other]
+    ended = "wait('pid_{0}')\nwhile Path('/proc', Path(folder, 'pid_{0}').read_text()).exists(): time.sleep(.02)\n"
+    other = HEAD + "up()\n" + ended.format(1) + "os.kill(os.getpid(), signal.SIGKILL)"  # afterwards, not for memory
+    programs = [HEAD + "up()\n" + ended.format(2), greedy, other]
     enter = f'echo $$ > {cgroup}/cgroup.procs; exec {sys.executable} -c "$0" "$@"'
     done = subprocess.run(
         ["sh", "-c", enter, AGENT, str(tmp_path), json.dumps(programs), "{}", ""],

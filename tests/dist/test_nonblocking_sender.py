@@ -70,7 +70,7 @@ def test_a_stopped_rank_blocks_no_sender_and_gets_all_messages_in_order(reader: 
     reader.process.send_signal(signal.SIGSTOP)
     began = time.monotonic()
     numbers = [sender.send(QUEUE, Export("x" * size)) for size in sizes]
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 20
     reader.process.send_signal(signal.SIGCONT)
     assert [reader.line() for _ in sizes] == [f"{n} {size}" for n, size in zip(numbers, sizes, strict=True)]
     assert sender.send(QUEUE, Export("last")) == numbers[-1] + 1 and reader.line() == f"{numbers[-1] + 1} 4"
@@ -85,7 +85,7 @@ def test_a_rank_that_accepts_no_data_is_reported_once(reader: Reader) -> None:
     for _ in range(2):
         sender.send(QUEUE, Export("x" * (16 << 20)))
     why = "queue rank/1: it accepted no data for 1 s"
-    assert reader.unreached.get(timeout=10) == (1, why)
+    assert reader.unreached.get(timeout=30) == (1, why)
     for _ in range(2):
         with pytest.raises(ReaderLost, match="its reader is gone: it accepted no data for 1 s"):
             sender.send(QUEUE, Export("y"))
@@ -146,7 +146,7 @@ def test_a_reader_that_accepts_nothing_of_a_burst_is_reported(monkeypatch: pytes
     with near, far:
         for _ in range(4):
             sender.send(bytes(1 << 20), lambda: bytes(1 << 20))
-        assert str(failures.get(timeout=10)) == "it accepted no data for 0.3 s"
+        assert str(failures.get(timeout=30)) == "it accepted no data for 0.3 s"
         with pytest.raises(TimeoutError):
             sender.send(b"later")
     assert failures.empty()
@@ -156,5 +156,5 @@ def test_an_unreachable_rank_is_reported(reader: Reader) -> None:
     reader.process.kill()
     reader.process.wait()
     assert reader.sender().send(QUEUE, Export("x")) == 1
-    rank, why = reader.unreached.get(timeout=10)
+    rank, why = reader.unreached.get(timeout=30)
     assert rank == 1 and why.startswith("queue rank/1: ") and "Connection refused" in why

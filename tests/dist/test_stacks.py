@@ -124,6 +124,26 @@ def test_a_stopped_process_and_one_that_has_ended_give_a_reason_instead(hanging:
     assert read_stacks(hanging.process.pid, hanging.page).missing == "the process has ended"
 
 
+@pytest.mark.parametrize("hanging", [("computes",)], indirect=True)
+@pytest.mark.parametrize("reaped", [False, True])
+def test_a_process_that_ends_while_it_is_asked_is_not_awaited(
+    hanging: Hanging, reaped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kill = os.kill
+
+    def ends(pid: int, number: int) -> None:
+        kill(pid, signal.SIGKILL)
+        if reaped:
+            os.waitpid(pid, 0)
+
+    began = time.monotonic()
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "kill", ends)
+        found = read_stacks(hanging.process.pid, hanging.page, 60)
+    assert (found.stacks, found.missing) == ("", "the process has ended")
+    assert time.monotonic() - began < 40
+
+
 def test_a_process_that_has_not_registered_gets_no_signal() -> None:
     """The signal would end it."""
     page = new_page()

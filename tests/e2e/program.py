@@ -64,7 +64,7 @@ class Start:
         """Rank -> process id of the ranks that run."""
         return {rank: process.pid for rank, process in by_rank(self._running()).items()}
 
-    def wait(self, timeout_s: float = 100.0) -> int:
+    def wait(self, timeout_s: float = 200.0) -> int:
         """Its exit code."""
         try:
             return self.process.wait(timeout_s)
@@ -72,7 +72,7 @@ class Start:
             self.kill()
             raise AssertionError(f"no end within {timeout_s} s; it printed:\n{self.text}") from None
 
-    def wait_until(self, happened: Callable[[], bool], timeout_s: float = 100.0) -> None:
+    def wait_until(self, happened: Callable[[], bool], timeout_s: float = 200.0) -> None:
         """Return when it happened or the program has ended."""
         deadline = time.monotonic() + timeout_s
         while not happened() and self.process.poll() is None:
@@ -112,7 +112,7 @@ class Start:
                     process.kill()
         self.process.wait()
 
-    def kill_launcher(self, within_s: float = 5.0) -> None:
+    def kill_launcher(self, within_s: float = 20.0) -> None:
         """SIGKILL only the launcher; asserts that everything else ends by itself."""
         self.process.send_signal(signal.SIGKILL)
         self.process.wait()

@@ -71,11 +71,11 @@ def test_a_killed_teacher_rank_ends_the_run_which_resumes(
     start = Start(run, [*words, "max_steps=40"])
     start.wait_until(lambda: start.step >= 2)
     os.kill(start.ranks[2], signal.SIGKILL)
-    assert start.wait(60) == ExitCode.RANK_KILLED, start.text
+    assert start.wait() == ExitCode.RANK_KILLED, start.text
     assert "rank 2 (teacher)" in start.text
     reached = read_metrics(run)[-1]["step"]
     start = Start(run, [*words, f"max_steps={reached + 2}"])
-    assert start.wait(100) == ExitCode.DONE, start.text
+    assert start.wait() == ExitCode.DONE, start.text
     rows = {row["step"]: row for row in read_metrics(run)}
     assert sorted(rows) == list(range(reached + 3))
     for step in (1, reached + 2):
@@ -108,7 +108,7 @@ def test_a_teacher_apart_tells_two_trainers_about_rollouts_beside_answers(
     words += ["rollout.temperature=0.8", "save_every=0", "layout.trainer.num_ranks=2"]
     words += ["trainer.megatron.tensor_parallel=2"] * (form == "top_k")
     start = Start(tmp_path / "run", words)
-    assert start.wait(100) == ExitCode.DONE, start.text
+    assert start.wait() == ExitCode.DONE, start.text
     row, batch = read_metrics(tmp_path / "run")[1], RolloutReader(tmp_path / "run").batch(1)
     assert len(batch.sample_ids) == 8 and row["imitation/rows"] == 5 and row["loss/ce"] > 0
     log_q, log_p = (log_softmaxes(folder, batch, 0.8) for folder in (digit_model, teacher))

@@ -263,7 +263,7 @@ def test_the_last_answer_outside_the_reasoning_counts(response: str, action: str
 
 
 def test_many_tags_are_parsed_quickly() -> None:
-    lake, begin = FrozenLake(FrozenLakeOptions()), time.monotonic()
+    lake, begin = FrozenLake(FrozenLakeOptions()), time.thread_time()
     for text in ("</answer>", "<answer>", "<answer>...</answer>", "<answer>Up</answer>"):
         lake._chosen(100_000 * text)
-    assert time.monotonic() - begin < 2.0
+    assert time.thread_time() - begin < 2.0

@@ -202,14 +202,14 @@ def test_a_repeated_step_request_is_played_once() -> None:
 
 def test_exceptions_and_timeouts_are_errors_of_their_episode() -> None:
     with serving(default=NOTED) as url:
-        made, slow = remote(url), remote(url, timeout_s=0.2)
+        made, slow = remote(url), remote(url, timeout_s=2.0)
         made.reset(0)
         slow.reset(0)
         with pytest.raises(RemoteEnvError, match="KeyError: 'no such move'"):
             made.step("raise")
         with pytest.raises(RemoteEnvError, match="there is no such session"):
             made.step("on")
-        with pytest.raises(RemoteEnvError, match=r"no answer to step within 0\.2 s"):
+        with pytest.raises(RemoteEnvError, match=r"no answer to step within 2 s"):
             slow.step("wait")
         GO_ON.set()
         other = remote(url)

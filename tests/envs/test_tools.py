@@ -197,7 +197,7 @@ def test_a_hanging_function_is_abandoned_and_the_model_gets_an_error() -> None:
 
 
 def test_a_coroutine_is_awaited_and_cancelled() -> None:
-    made = env(f"{TOOL}:waits", tool_timeout_s=0.3)
+    made = env(f"{TOOL}:waits", tool_timeout_s=2.0)
     made.reset(0)
     assert heard(made, hermes("waits", city="Ulm")) == ['{"city": "Ulm"}']
     assert heard(made, hermes("waits", city="yields")) == ['["yields", "yields"]']

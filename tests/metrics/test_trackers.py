@@ -354,8 +354,8 @@ def test_hanging_trackers_share_the_time_at_the_end(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path, -1, 10, trackers=lambda: threads)
     log.log(0, {"x": 1.0})
     start = time.monotonic()
-    assert log.close(within_s=2.0) == ["sync it"]
-    assert 1.9 < time.monotonic() - start < 3.9 and seen
+    assert log.close(within_s=5.0) == ["sync it"]
+    assert 4.9 < time.monotonic() - start < 9.9 and seen
     forever.set()
 
 

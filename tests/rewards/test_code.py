@@ -177,7 +177,7 @@ def test_partial_credit_stop_and_metrics(make: Any) -> None:
     assert (found.reward, found.metrics) == (0.0, {"sandbox_level": LEAST})
     assert score(make(), "<think>", cases).metrics == {"sandbox_level": LEAST, "no_code": 1.0}
     slow = "n = int(input())\nwhile n == 2: pass\nprint(n)"
-    found = score(make(partial=True, case_timeout_s=0.5), slow, cases)
+    found = score(make(partial=True, case_timeout_s=1.5), slow, cases)
     assert (found.reward, found.error, found.metrics["stopped_time"]) == (0.75, "", 1.0)
     found = score(make(partial=True, timeout_s=1.0), "while True: pass", cases)
     assert (found.reward, found.error) == (0.0, ""), "all cases together have a limit too"
@@ -380,9 +380,9 @@ def test_keys_chosen_by_the_code_are_never_hashed_outside_the_sandbox(make: Any)
 
 
 def test_a_long_line_after_a_code_fence_is_parsed_quickly() -> None:
-    start = time.perf_counter()
+    start = time.thread_time()
     code_of("```" + "a" * 200_000, "python")
-    assert time.perf_counter() - start < 20.0  # 200 s with a pattern that goes back
+    assert time.thread_time() - start < 20.0  # 200 s with a pattern that goes back
 
 
 LIBRARY_LIARS = {

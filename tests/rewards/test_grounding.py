@@ -268,17 +268,17 @@ HOSTILE = {
 @pytest.mark.parametrize("measure", ["iou", "giou", "point"])
 @pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
 def test_hostile_text_is_scored_in_time(text: str, measure: str) -> None:
-    start = time.perf_counter()
+    start = time.thread_time()
     result = score(text, [[x, 0, x + 1, 1] for x in range(100)], measure=measure)
-    assert time.perf_counter() - start < 2 and 0 <= result.reward < 0.1 and not result.error
+    assert time.thread_time() - start < 2 and 0 <= result.reward < 0.1 and not result.error
 
 
 def test_as_many_boxes_as_possible_are_compared_in_time() -> None:
     chance = random.Random(0)
     boxes = [[x := chance.random() * 100, y := chance.random() * 100, x + 30, y + 30] for _ in range(100)]
-    start = time.perf_counter()
+    start = time.thread_time()
     assert score(str(boxes[::-1]), boxes).reward == pytest.approx(1)
-    assert time.perf_counter() - start < 4
+    assert time.thread_time() - start < 4
     assert len(written_shapes(str(boxes) + "[0, 0, 1, 1]", 100)) == 101
     assert score(str(boxes) + "[0, 0, 1, 1]", boxes).metrics["no_answer"] == 1
 

@@ -324,7 +324,7 @@ def test_a_slow_judge_loses_only_its_vote(serve: Any, how: str) -> None:
         return (200, {"Content-Length": "1000"}, Pieces("{" * (1 if how == "breaks off" else 30)))
 
     slow, good = serve(answer), serve(verdict(9))
-    got = judge({"slow": slow.judge, "good": good.judge}, timeout_s=2.0, request_timeout_s=0.3)
+    got = judge({"slow": slow.judge, "good": good.judge}, timeout_s=6.0, request_timeout_s=1.0)
     forever.set()
     assert got.reward == 0.9 and (got.metrics["failed"], got.metrics["unparsable"]) == (1, 0)
     assert len(slow.bodies) > 1, "asked again"

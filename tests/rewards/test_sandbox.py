@@ -274,7 +274,7 @@ for _ in range(2):
         os._exit(0)
 time.sleep(0.3)
 [open(str(n), 'wb').write(bytes(1 << 20)) for n in range(8)]
-time.sleep(2)
+time.sleep(15)
 """
 
 

@@ -72,10 +72,11 @@ def log(run_dir: Path) -> str:
 
 def wait_until(happened: Callable[[], bool], tell: Callable[[], str], timeout_s: float = 200.0) -> None:
     """Return when the condition holds; AssertionError with the result of `tell` if it does not in time."""
-    deadline = time.monotonic() + timeout_s
+    began = time.monotonic()
     while not happened():
-        assert time.monotonic() < deadline, f"not within {timeout_s:g} s:\n{tell()}"
-        time.sleep(0.05)
+        waited_s = time.monotonic() - began
+        assert waited_s < timeout_s, f"not within {timeout_s:g} s:\n{tell()}"
+        time.sleep(min(max(0.05, waited_s / 20), 0.5))  # most conditions start a command of Slurm's
 
 
 def wait_state(cluster: Any, run_dir: Path, job: int, states: Collection[str], timeout_s: float = 200.0) -> str:

@@ -24,6 +24,7 @@ def test_a_preempted_asynchronous_job_keeps_its_accounting(cluster: Any, tmp_pat
     words += [f"cluster.components={COMPONENTS}", "rollout.save_rollouts=true", "max_steps=24"]
     run = Run(cluster, tmp_path, *words)
     run.wait_step(4)
+    run.tell(pace=1)  # it must not end before
     run.preempt(1)
     run.wait_said("resumed from", 1)
     check_accounts(run.dir)

@@ -36,10 +36,10 @@ def test_agents_in_the_preflight_end_by_a_signal(cluster: Any, tmp_path: Path, n
     """Two agents wait for the third, which has not started its agent and is ended by the signal."""
     run = make_run(tmp_path / "run", start_s=60)
     signals = f"(until ls {run}/world/attempt_0001/preflight/*/{CANARY} 2>/dev/null; do sleep 0.1; done; sleep 1; "
-    signals += f"scancel --signal={name} $SLURM_JOB_ID) >/dev/null 2>&1 & sleep 20"
+    signals += f"scancel --signal={name} $SLURM_JOB_ID) >/dev/null 2>&1 & sleep 50"
     began = time.monotonic()
     srun(cluster, str(run), f"[ $SLURMD_NODENAME = n3 ] && {{ {signals}; }}", "run")
-    assert time.monotonic() - began < 18, "start_s is 60, the third sleeps 20"
+    assert time.monotonic() - began < 45, "start_s is 60, the third sleeps 50"
     assert json.loads((world_folder(run, 1) / OUTCOME).read_text()) == {"code": code}
     judged = read_judgement(world_folder(run, 1))
     assert judged is not None and judged.code == code
@@ -55,7 +55,7 @@ def test_a_job_resumes_after_signals_during_its_start(cluster: Any, tmp_path: Pa
     words = [word for word in tiny if not word.startswith("layout")] + ["max_steps=4", "cluster.max_restarts=0"]
     words += ["layout=disaggregated", "layout.trainer.num_ranks=1", "layout.generator.num_ranks=1"]
     words += ["cluster.components={first: {roles: [controller, trainer, generator]}, rest: {roles: [reward]}}"]
-    words += [f"cluster.prologue='export PYTHONPATH={tmp_path}'", "timeouts.start_s=40"]
+    words += [f"cluster.prologue='export PYTHONPATH={tmp_path}'", "timeouts.start_s=100"]
     run = Run(cluster, tmp_path, *words, pace=0, hold="n2")
     for number, who, said in ((1, "n2", "the ranks were started"), (2, "ranks", "a step boundary")):
         meeting = world_folder(run.dir, number) / "preflight"
@@ -64,7 +64,7 @@ def test_a_job_resumes_after_signals_during_its_start(cluster: Any, tmp_path: Pa
         cluster.run("scancel", "--signal=USR1", str(run.job))
         began = time.monotonic()
         run.wait_said(f"attempt {number} ended (requeue)")
-        assert time.monotonic() - began < 20, "start_s is 40: a node waited for what cannot come"
+        assert time.monotonic() - began < 60, "start_s is 100: a node waited for what cannot come"
         assert f"agent INFO ended by SIGUSR1 before {said}" in run.log
         run.wait_restart(number)
     log = run.wait_end()

@@ -36,6 +36,7 @@ def test_a_job_runs_as_submitted_before_and_after_its_requeue(
     write(tmp_path, "9e-1")
     cluster.run("scancel", others.strip())
     run.wait_step(2)
+    run.tell(pace=1)  # it must not end before
     write(tmp_path, "[fast")
     cluster.run("scancel", "--signal=USR1", str(run.job))
     run.wait_restart(1)

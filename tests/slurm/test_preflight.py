@@ -432,11 +432,11 @@ def test_a_signal_ends_the_gpu_check(
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(TorchBuild, "installed", lambda: TorchBuild("2.13.0+cu130", "13.0", ""))
     came: list[int] = []
-    threading.Timer(2.0, came.append, [signal.SIGTERM]).start()
+    threading.Timer(5.0, came.append, [signal.SIGTERM]).start()
     began = time.monotonic()
     judgement = preflight(stored_config(run), run, tmp_path / "meeting", 0, 3, came)
     assert judgement == Judgement(ExitCode.TERMINATED, "ended by SIGTERM before the ranks were started")
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 18
     assert f"node {os.uname().nodename} waits up to 20 s for GPUs that others use" in capfd.readouterr().out
 
 

@@ -87,6 +87,7 @@ def test_a_job_suspended_for_long_continues(cluster: Any, tmp_path: Path, tiny: 
     words = ["layout=colocated", "layout.trainer.num_ranks=2", "timeouts.command_s=16", "max_steps=30"]
     run = Run(cluster, tmp_path, *tiny, *words)
     run.wait_step(3)
+    run.tell(pace=1)  # it must not end before
     cluster.run("scontrol", "suspend", str(run.job))
     time.sleep(20)
     before = step_of(run.dir)
@@ -118,6 +119,7 @@ def test_a_job_step_that_lost_its_daemon_is_killed(cluster: Any, tmp_path: Path,
 def test_a_damaged_checkpoint_is_skipped(cluster: Any, tmp_path: Path, tiny: list[str]) -> None:
     run = Run(cluster, tmp_path, *tiny, "save_every=3", "max_steps=40")
     wait_until(lambda: committed_step(run.dir) >= 6, lambda: f"no two checkpoints:\n{run.log}")
+    run.tell(pace=1)  # it must not end before
     controller = ranks(cluster, run.job)[0]
     controller.suspend()  # it commits nothing while one is damaged
     *_, before, damaged = steps_in(run.dir / "checkpoints")
@@ -150,9 +152,11 @@ def test_the_loss_of_a_reward_rank_is_survived(cluster: Any, tmp_path: Path, tin
     words = [COMPONENTS[0] % "reward", *COMPONENTS[1:], "layout.reward.num_ranks=2", "layout.reward.colocate_with=null"]
     run = Run(cluster, tmp_path, *tiny, *words, "layout.reward.min_ranks=1", "deterministic=false", "max_steps=40")
     run.wait_step(3)
+    run.tell(pace=1)  # it must not end before
     ranks(cluster, run.job)[3].kill()
     run.wait_said("the run continues without it")
     before = step_of(run.dir)
+    run.tell(pace=0)
     said = run.wait_end()
     assert re.search(r"rank 3 \(reward\) .*SIGKILL.*the run continues without it", said)
     assert run.restarts == 0 and before < 40 == step_of(run.dir)
@@ -162,6 +166,7 @@ def test_a_cancelled_job_leaves_no_process_and_can_be_resumed(cluster: Any, tmp_
     words = [*tiny, "layout=colocated", "layout.trainer.num_ranks=1", "save_every=100", "max_steps=30"]
     run = Run(cluster, tmp_path, *words)
     run.wait_step(3)
+    run.tell(pace=1)  # it must not end before
     assert len(ranks(cluster, run.job)) == 2
     cluster.run("scancel", str(run.job))
     run.wait_end(CANCELLED)

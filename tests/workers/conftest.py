@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -55,35 +54,39 @@ class Stage:
         for world in worlds:  # comes after all that a rank has sent
             world.sender.send(CONTROLLER_QUEUE, LAST)
         while events.count(LAST) < len(worlds):
-            message = worlds[0].events.get(10)
+            message = worlds[0].events.get(20)
             assert message is not None
             events.append(message[2])
         return [event for event in events if event != LAST]
 
     def mail(self, rank: int, kind: type) -> list[Any]:
-        """Messages that arrive in a rank's mailbox within a second."""
-        items, deadline = [], time.monotonic() + 1
-        while not items and time.monotonic() < deadline:
-            items = self._threads.worlds[rank].mailbox.receive(kind, 0.1)
-        return items
+        """Messages of a kind that have been sent to a rank's mailbox until now."""
+        mailbox, observations = self._threads.worlds[rank].mailbox, self._observations(rank)
+        if kind is EnvObservation:
+            return observations
+        self.send(rank, rank, observations)
+        return mailbox.receive(kind)  # type: ignore[no-any-return]
 
     def deltas(self) -> list[EnvObservation]:
-        """What rank 1 has sent to rank 2 until now."""
-        self.send(1, 2, [EnvObservation(-1, b"")])  # arrives after all earlier messages
-        items: list[EnvObservation] = []
-        while not items or items[-1].sample != -1:
-            arrived = self._threads.worlds[2].mailbox.receive(EnvObservation, 10)
-            assert arrived, "the mailbox got nothing more"
-            items += arrived
-        return items[:-1]
+        """Observations that have been sent to rank 2 until now."""
+        return self._observations(2)
 
     def empty(self, rank: int) -> None:
-        """Forget what rank 2 has sent to the mailbox of a rank until now."""
-        self.send(2, rank, [EnvObservation(-1, b"")])  # arrives after all earlier messages
-        mailbox = self._threads.worlds[rank].mailbox
-        assert any(delta.sample == -1 for delta in mailbox.receive(EnvObservation, 10))
-        for kind in (Turn, Response):
-            mailbox.receive(kind)
+        """Forget what has been sent to the mailbox of a rank until now."""
+        for kind in (EnvObservation, Turn, Response):
+            self.mail(rank, kind)
+
+    def _observations(self, rank: int) -> list[EnvObservation]:
+        """Observations for a rank, when all that has been sent to it until now has arrived."""
+        worlds = self._threads.worlds
+        for source in range(len(worlds)):
+            self.send(source, rank, [EnvObservation(-1, b"")])  # arrives after what its rank has sent before
+        items: list[EnvObservation] = []
+        while sum(item.sample == -1 for item in items) < len(worlds):
+            arrived = worlds[rank].mailbox.receive(EnvObservation, 20)
+            assert arrived, "the mailbox got nothing more"
+            items += arrived
+        return [item for item in items if item.sample != -1]
 
     def send(self, source: int, dest: int, items: list[Any]) -> None:
         self._threads.worlds[source].mailbox.send(dest, items)

@@ -32,7 +32,7 @@ def test_a_rank_reports_that_its_commands_were_tampered_with(
     for batch in (1, 2):
         threads.worlds[0].sender.send(queue, DropBatch(batch))
     entries = threads.worlds[rank].mailbox_server.queue(queue)
-    first, second = entries.get(timeout=5), entries.get(timeout=5)
+    first, second = entries.get(timeout=20), entries.get(timeout=20)
     for raw in (second,) if attack == "lost" else (second, first):
         entries.put(raw)
     with pytest.raises(Reported):
@@ -54,7 +54,7 @@ def test_the_controller_drops_a_rank_whose_events_were_reordered(
     entries = threads.worlds[0].mailbox_server.queue(CONTROLLER_QUEUE)
     arrived: list[Arrival | SenderEnded] = []
     while len(arrived) < 2:  # a test before may have left entries of another rank
-        arrived += [entry for entry in [entries.get(timeout=5)] if entry.sender == rank]
+        arrived += [entry for entry in [entries.get(timeout=20)] if entry.sender == rank]
     for entry in reversed(arrived):
         entries.put(entry)
     controller = make_controller(threads, needed)
