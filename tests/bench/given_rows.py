@@ -1,4 +1,4 @@
-"""What the benches that compare training on given sequences with TRL give to both sides: models, words, and TRL's turn."""
+"""Models and words that benches give to hpcrl and TRL to train on the same sequences, and TRL's turn."""
 
 from __future__ import annotations
 

@@ -66,7 +66,9 @@ def compare(setting: str, steps: int, repeats: int, folder: Path) -> dict[str, A
         for size, found in theirs.items():
             found.append(run_trl("dpo", {**options, "micro-batch": size, "beta": BETA}))
     rate = "trained_tokens_per_cpu_s"
-    ratios = {size: statistics.median(a[rate] / b[rate] for a, b in zip(ours, theirs[size])) for size in theirs}
+    ratios = {
+        size: statistics.median(a[rate] / b[rate] for a, b in zip(ours, theirs[size], strict=True)) for size in theirs
+    }
     return {
         "prompt_tokens": prompts,
         "answer_tokens": answers,

@@ -2,10 +2,10 @@
 
     python -m tests.bench.teacher_wire [--forms sampled top_k full] [--top-k N] [--steps N]
 
-Real runs of pipeline=distill: processes for controller, trainer, generator and teacher, gloo over the loopback interface of a
-network namespace of the bench's own, whose kernel counts every byte with its headers. A model of 2 layers of 64, a
-teacher of 128, prompts of 96 to 128 tokens, 16 answers a step of at most 32. The same run without a teacher
-(pipeline=rlvr) is subtracted: what remains are the responses sent to the teacher, its commands, and its answers.
+Real runs of pipeline=distill: processes for controller, trainer, generator and teacher, gloo over the loopback
+interface of a network namespace of the bench's own, whose kernel counts every byte with its headers. The student has 2
+layers of 64, the teacher of 128, prompts have 96 to 128 tokens, a step 16 answers of at most 32. The same run without
+a teacher (pipeline=rlvr) is subtracted: the rest are the responses sent to the teacher, its commands and its answers.
 
 One JSON line per form: `added_per_trained_token` and `added_per_token`, prompts included; `fields_per_trained_token`,
 the size of the teacher's fields by definition.
