@@ -17,7 +17,7 @@ from hpcrl.engines.tiny import make_tiny_model
 from tests.bench.vs_trl import LIMIT_S, TRL_BIN
 
 PROGRAM = Path(__file__).resolve().parent / "trl" / "run_given.py"
-LR, WARM_STEPS = 1e-5, 1
+LR = 1e-5
 SMALL: dict[str, Any] = {  # its vocabulary has 8 % of the multiplications, as that of a model of 7B
     "hidden_size": 256,
     "num_layers": 4,

@@ -27,11 +27,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from tests.bench.given_rows import LR, WARM_STEPS, Words, make_model, rounded, run_trl, write_jsonl
+from tests.bench.given_rows import LR, Words, make_model, rounded, run_trl, write_jsonl
 from tests.bench.machine import tell
 from tests.bench.vs_trl import LIMIT_S, ROOT, TRL_BIN
 
-BATCH = 8
+BATCH, WARM_STEPS = 8, 1
 PROMPT, ANSWER = (128, 256), (32, 256)
 TEACHER = {"hidden_size": 512, "intermediate_size": 1536, "seed": 1}
 TRAINERS, MICRO_BATCHES = ("gkd", "distillation"), (8, 1)

@@ -2,9 +2,10 @@
 
     python -m tests.bench.hidden_teacher [--form sampled|top_k|full] [--steps N] [--teacher-width N]
 
-Real runs with processes for controller, trainer, generator and teacher, with rollout.max_staleness=0, then with 1. The student has 2 layers of 128, the teacher 4 of 384, which takes longer than the student's training; 32 answers a step
-of at most 128 tokens. From the timelines of the steps after the warm ones: the teacher's pass (`teach_s`) and its share
-of a step, the seconds for which the replica decoded, and of the teacher's passes the share (`hidden`) during which the
+Real runs with processes for controller, trainer, generator and teacher, with rollout.max_staleness=0, then with 1. The
+student has 2 layers of 128, the teacher 4 of 384, which takes longer than the student's training; 32 answers a step of
+at most 128 tokens. From the timelines of the steps after the warm ones: the teacher's pass (`teach_s`) and its share of
+a step, the seconds for which the replica decoded, and of the teacher's passes the share (`hidden`) during which the
 replica decoded a chunk. The wall seconds depend on what else runs; the overlap within a run less so. One JSON line.
 """
 

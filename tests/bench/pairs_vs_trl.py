@@ -4,12 +4,13 @@
 
 summary: prompts of 128 to 512 tokens, answers of 24 to 48, the limits of TL;DR's preferences (arXiv 2009.01325; the
 distribution within them is uniform). chat: prompts of 64 to 256 tokens, answers of 64 to 384. The model has 4 layers of
-256 (3.6M parameters, fp32); a reference of the same size runs in every step on both sides. The loss is the sigmoid.
+256 (3.7M parameters, fp32); a reference of the same size runs in every step on both sides. The loss is the sigmoid.
 
 Each side is one process with one thread; hpcrl's also has its launcher. Both take turns. TRL runs with micro-batches of
 8 pairs, its default, and of one pair, which pads least; the ratio is to the faster one. CPU-seconds of all processes of
 a side after the warm-up steps, without start and tokenisation of TRL's rows; hpcrl tokenises in every step. A trained
-token is a token of an answer. Prints one JSON line per setting.
+token is a token of an answer. `tokens_ratio`: tokens of both sequences of the pairs to those with prompts counted once,
+what sharing prompts can gain over sequences without padding. Prints one JSON line per setting.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from typing import Any
 
 from hpcrl.data import epoch_order
 from hpcrl.metrics.log import read_metrics
-from tests.bench.given_rows import LR, WARM_STEPS, Words, make_model, rounded, run_trl, write_jsonl
+from tests.bench.given_rows import LR, Words, make_model, rounded, run_trl, write_jsonl
 from tests.bench.machine import tell
 from tests.bench.vs_trl import TRL_BIN, launch
 
-BATCH, BETA = 16, 0.1
+BATCH, BETA, WARM_STEPS = 16, 0.1, 2
 MICRO_BATCHES = (8, 1)
 SETTINGS = {"summary": ((128, 512), (24, 48)), "chat": ((64, 256), (64, 384))}
 
@@ -58,6 +59,7 @@ def compare(setting: str, steps: int, repeats: int, folder: Path) -> dict[str, A
     given = write_jsonl(folder / "rows.jsonl", rows)
     rendered = write_jsonl(folder / "trl.jsonl", [{**row, "prompt": words.asked(row["prompt"])} for row in rows])
     answer_tokens = [2 + words.count(row["chosen"]) + words.count(row["rejected"]) for row in rows]  # 2: the ends
+    asked = [words.count(words.asked(row["prompt"])) for row in rows]
     options = {"model": model, "rows": rendered, "steps": steps, "warmup-steps": WARM_STEPS, "batch": BATCH}
     ours: list[dict[str, float]] = []
     theirs: dict[int, list[dict[str, float]]] = {size: [] for size in MICRO_BATCHES}
@@ -73,6 +75,7 @@ def compare(setting: str, steps: int, repeats: int, folder: Path) -> dict[str, A
         "prompt_tokens": prompts,
         "answer_tokens": answers,
         "pairs_per_step": BATCH,
+        "tokens_ratio": round(1 + sum(asked) / (sum(asked) + sum(answer_tokens)), 2),
         "hpcrl": rounded(ours[-1]),
         **{f"trl_micro_batch_{size}": rounded(found[-1]) for size, found in theirs.items()},
         "cpu_ratios": {str(size): round(ratio, 2) for size, ratio in ratios.items()},
@@ -83,7 +86,7 @@ def compare(setting: str, steps: int, repeats: int, folder: Path) -> dict[str, A
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--setting", nargs="+", choices=list(SETTINGS), default=list(SETTINGS))
-    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--repeats", type=int, default=1)
     options = parser.parse_args()
     if not TRL_BIN.exists():
