@@ -12,7 +12,8 @@ from tests.bench.hidden_teacher import WARM_STEPS, figures
 
 def write(run_dir: Path, step: int, began: float, chunks: list[tuple[int, int]], teach: tuple[int, int]) -> None:
     """A step of 10 s; spans are (start, duration) in seconds."""
-    ranks = [RankHeader(2, "node1", ["generator"]), RankHeader(3, "node1", ["teacher"])]
+    ranks = [RankHeader(rank, "node1", [role]) for rank, role in enumerate(("controller", "trainer", "generator"))]
+    ranks.append(RankHeader(3, "node1", ["teacher"]))
     timeline = StepTimeline(StepHeader(FORMAT, step, began, 10.0, True, ranks, {}))
     timeline.chunks = [ChunkRow(2, n, int(1e6 * at), int(1e6 * of), 8, 1, 0) for n, (at, of) in enumerate(chunks)]
     timeline.commands = [CommandRow(3, "Teach", 1, int(1e6 * teach[0]), int(1e6 * teach[1]))]
