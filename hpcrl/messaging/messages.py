@@ -293,7 +293,8 @@ class Values(Message):
 
 class SendTokens(Message):
     """Send one token field of a batch to the ranks of the role `dest`, by the moves from or to this rank. `width`: of a
-    field of any width (hpcrl.spec.trajectory.Field), numbers per token; 0: as declared."""
+    field of any width (hpcrl.spec.trajectory.Field), numbers per token, which are sent only for tokens in loss_mask; 0:
+    as declared, for all tokens."""
 
     batch: int
     group: str

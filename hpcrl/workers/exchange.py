@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 
 from hpcrl.comm.transfer import PeerLost, from_ragged, picture_name
 from hpcrl.messaging.messages import Done, DropBatch, Logprobs, Move, SendTokens, TransferRollouts
@@ -105,18 +106,24 @@ class Exchange:
         return cast(TrainerRole | ReferenceRole, role).logprobs(command, seq)
 
     def _send_tokens(self, command: SendTokens, seq: int) -> Done:
+        """Wide fields are sent only for tokens in loss_mask, since nothing reads them elsewhere."""
         worker, batch = self._worker, self._worker.batches[command.batch]
         field = FIELDS[command.field]
         dtype = np.dtype((field.travels_as, (command.width,))) if command.width else _dtype(field)
-        rows = {sample: row for row, sample in enumerate(batch.sample_ids.tolist())}
         starts = batch.cu_seqlens.tolist()
+        of_rows = enumerate(batch.sample_ids.tolist())
+        places: dict[int, Any] = {sample: slice(starts[row], starts[row + 1]) for row, sample in of_rows}
+        moves: Sequence[Move] = command.moves
+        if command.width:
+            places = {s: part.start + batch.loss_mask[part].nonzero()[:, 0] for s, part in places.items()}
+            moves = [replace(move, lengths=[len(places[s]) for s in move.samples]) for move in moves]
 
         def pick(samples: Sequence[int]) -> dict[str, list[np.ndarray]]:
-            values = getattr(batch, command.field).numpy()
-            return {command.field: [values[starts[rows[s]] : starts[rows[s] + 1]] for s in samples]}
+            values = getattr(batch, command.field)
+            return {command.field: [values[places[sample]].numpy() for sample in samples]}
 
         received = worker.transfer_groups[command.group].exchange(
-            worker.world.rank, command.moves, [(field.name, dtype)], [], pick
+            worker.world.rank, moves, [(field.name, dtype)], [], pick
         )
         if command.dest in worker.roles:  # also without rows: a batch must have the same fields filled on all ranks
             values = getattr(batch, command.field)
@@ -125,7 +132,7 @@ class Exchange:
             for move, fields in received:
                 parts = torch.from_numpy(fields[command.field].copy()).split(move.lengths)
                 for sample, part in zip(move.samples, parts, strict=True):
-                    values[starts[rows[sample]] : starts[rows[sample] + 1]] = part
+                    values[places[sample]] = part
             setattr(batch, command.field, values)
         return Done(seq)
 

@@ -134,7 +134,7 @@ def measure(engine_name: str, split: Split, model: Path, steps: int) -> dict[str
     for step in range(steps + 1):
         if step == 1:  # the first one is to warm up
             dist.barrier()
-            cpu, sent = time.process_time(), _loopback_bytes()
+            cpu, sent = time.process_time(), loopback_bytes()
         begun = time.monotonic()
         engine.train_step(batch, plan, Weighted(1.0), norms_of(whole))
         took.append(time.monotonic() - begun)
@@ -143,12 +143,12 @@ def measure(engine_name: str, split: Split, model: Path, steps: int) -> dict[str
     return {
         "cpu_s": used / steps,
         "step_s": min(took[1:]),
-        "sent": (_loopback_bytes() - sent) / steps,
+        "sent": (loopback_bytes() - sent) / steps,
         "peak": _peak_bytes() - before,
     }
 
 
-def _loopback_bytes() -> int:
+def loopback_bytes() -> int:
     """Bytes that were sent over the loopback interface of this network namespace."""
     [line] = [text for text in Path("/proc/net/dev").read_text().splitlines() if text.strip().startswith("lo:")]
     return int(line.split(":")[1].split()[8])
@@ -159,8 +159,9 @@ def _peak_bytes() -> int:
     return int(line.split()[1]) << 10
 
 
-def alone() -> bool:
-    """Whether this program runs in a network namespace of its own; it starts itself again in one if it can."""
+def alone(module: str) -> bool:
+    """Whether this program, `python -m module`, runs in a network namespace of its own; it starts itself again in one
+    if it can."""
     if os.environ.get("HPCRL_BENCH_NETWORK"):
         return True
     enter = ["unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
@@ -168,7 +169,7 @@ def alone() -> bool:
     if not there or subprocess.run([*enter, "true"], check=False).returncode:
         return False
     environ = {**os.environ, "HPCRL_BENCH_NETWORK": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    words = [sys.executable, "-m", "tests.bench.trainers", *sys.argv[1:]]
+    words = [sys.executable, "-m", module, *sys.argv[1:]]
     raise SystemExit(subprocess.run([*enter, *words], env=environ, check=False).returncode)
 
 
@@ -178,7 +179,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--only", nargs="+", help="names of splits; each is compared with fsdp2 all the same")
     options = parser.parse_args()
-    counted = alone()
+    counted = alone("tests.bench.trainers")
     with tempfile.TemporaryDirectory() as scratch:
         for family, settings, splits in (("qwen2", DENSE, SPLITS), ("qwen3_moe", EXPERTS, MIXTURES)):
             model = Split(1, family=family, model=settings).make_model(Path(scratch) / family)
