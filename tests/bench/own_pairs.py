@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterable
+import random
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from hpcrl.rollout.store import RolloutReader
@@ -32,6 +33,31 @@ def grouped_pairs(run: Path) -> list[list[Pair]]:
             rows = [row for row in rows if row["rejected"].strip() != good.strip()]
             found += [rows] if rows else []
     return found
+
+
+def corrupted_pairs(number: int, left_out: Iterable[str], seed: int) -> Iterator[Pair]:
+    """Pairs for the task sort_digits of prompts not in `left_out`, whose wrong answers are made up, like most of a warm
+    policy's: sorted digits of which one to four are others than the prompt's. One in eight is shuffled, one in twelve
+    has a digit too many or too few."""
+    rng, left_out = random.Random(seed), set(left_out)
+    while number:
+        digits = [rng.randrange(10) for _ in range(rng.randint(4, 7))]
+        wrong, prompt = list(right := sorted(digits)), f"sort: {_spaced(digits)}"
+        for at in rng.sample(range(len(wrong)), rng.choice((1, 1, 1, 2, 2, 3, 4))):
+            near = min(9, max(0, wrong[at] + rng.choice((-1, 1))))
+            wrong[at] = rng.randrange(10) if rng.random() < 0.5 else near
+        length = rng.random()
+        wrong += [rng.randrange(10)] if length < 0.04 else []
+        wrong = sorted(wrong[1:] if length > 0.96 else wrong)
+        if rng.random() < 0.125:
+            rng.shuffle(wrong)
+        if wrong != right and prompt not in left_out:
+            yield {"prompt": prompt, "chosen": _spaced(right), "rejected": _spaced(wrong)}
+            number -= 1
+
+
+def _spaced(digits: list[int]) -> str:
+    return " ".join(map(str, digits))
 
 
 def write_pairs(file: Path, rows: Iterable[Pair]) -> None:

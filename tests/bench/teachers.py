@@ -22,15 +22,16 @@ from pathlib import Path
 from hpcrl.metrics.log import read_metrics
 from tests.bench.learning import Line, completed, curves, run_folder
 from tests.bench.machine import machine
-from tests.bench.own_pairs import grouped_pairs, write_pairs
+from tests.bench.own_pairs import corrupted_pairs, grouped_pairs, write_pairs
 from tests.bench.teachers_shown import plots, tables
 from tests.bench.vs_trl import launch
 
+CORRUPTED = 30_000
 HELD_OUT = 512  # groups of own answers, of each of which the reward models are judged on a pair
 FIGURES = {
     "greedy": "val/score/mean",
     "sampled": "val/sampled/score/mean",
-    "reward": "critic/score/mean",
+    "reward": "critic/rewards/mean",
     "kl": "critic/kl",
     "tokens": "token/response_length/mean",
     "divergence": "distill/divergence",
@@ -58,11 +59,17 @@ def _distilled(form: str, beta: float) -> Learning:
     return Learning([*words, "trainer.max_grad_norm=1.0"], 30)
 
 
-def _scored(*words: str) -> Learning:
-    """RL whose only reward is the reward model; validation has the task's reward."""
+def _reward_model(model: str, pairs: str, steps: int, lr: str) -> Learning:
+    words = ["+experiment=reward_model_tiny", "layout.trainer.num_ranks=1", "rm.batch_size=128", f"data.train={pairs}"]
+    words += ["data.val=$held_out", f"trainer.lr={lr}", "trainer.lr_schedule=linear", "trainer.lr_warmup_steps=20"]
+    return Learning(words, steps, eval_every=50, model=model)
+
+
+def _scored(model: str, *words: str) -> Learning:
+    """RL whose only reward is a reward model's score; validation has the task's reward."""
     truth = ["data.val=[{path: task:sort_digits, domain: truth}]", "+reward.truth.name=sort_digits"]
-    scored = ["+reward.default={name: reward_model, options: {sigmoid: true}}", "reward_model.path=$reward_model"]
-    return Learning(["+experiment=demo", "rollout.filter_std=false", *truth, *scored, *words], 60)
+    scored = ["+reward.default.name=reward_model", f"reward_model.path={model}"]
+    return Learning(["+experiment=demo", "rollout.filter_std=false", *truth, *scored, *words], 30)
 
 
 RUNS = {
@@ -73,25 +80,23 @@ RUNS = {
     "full_1": _distilled("full", 1.0),
     "top_k_0": _distilled("top_k", 0.0),
     "dpo": Learning(["+experiment=demo_dpo", "data.train=$answers"], 100, eval_every=10),
-    "reward_model": Learning(
-        [
-            *["+experiment=reward_model_tiny", "layout.trainer.num_ranks=1", "trainer.lr_schedule=linear"],
-            *["data.train=$pairs", "data.val=$held_out", "rm.batch_size=128", "trainer.lr=2e-3"],
-        ],
-        200,
-        eval_every=50,
-    ),
-    "scored": _scored("algorithm.kl_loss_coef=1e-12"),  # measures the KL and changes nothing
-    "scored_kl": _scored("algorithm.kl_reward_coef=0.05"),
+    "own_pairs_model": _reward_model("$model", "$pairs", 400, "4e-3"),
+    "reward_model": _reward_model("$own_pairs_model", "$mixed", 250, "3e-3"),
+    "on_own_pairs": _scored("$own_pairs_model", "algorithm.kl_reward_coef=0.1"),
+    "scored": _scored("$reward_model", "algorithm.kl_reward_coef=1e-12"),  # measures the KL and changes nothing
+    "scored_kl": _scored("$reward_model", "algorithm.kl_reward_coef=0.1"),
 }
+STAGES = (("own_pairs_model",), ("reward_model",), ("on_own_pairs", "scored", "scored_kl"))  # each needs the last one
+NEED_PAIRS = {"dpo", "own_pairs_model", "reward_model"}
 ONE_SEED = {"teacher"}
 OWN = "own_answers"
 
 
 def own_pairs(model: str, folder: Path) -> dict[str, str]:
     """The files of pairs of the model's own answers to 6,144 prompts, which are made if `folder` lacks them: $answers
-    with a pair of each prompt, $pairs with all different wrong answers, and $held_out of other prompts."""
-    files = {name: folder / f"{name}.jsonl" for name in ("answers", "pairs", "held_out")}
+    with a pair of each prompt that has one, $pairs with all different wrong answers, $held_out of other prompts, and
+    $mixed: $pairs and CORRUPTED pairs with made-up wrong answers."""
+    files = {name: folder / f"{name}.jsonl" for name in ("answers", "pairs", "held_out", "mixed")}
     if not all(file.exists() for file in files.values()):
         words = ["+experiment=demo", "layout=single", f"model.path={model}", "debug=rollout_only", "data.val=null"]
         words += ["rollout.save_rollouts=true", "rollout.filter_std=false", "rollout.num_prompts=256", "max_steps=24"]
@@ -103,6 +108,7 @@ def own_pairs(model: str, folder: Path) -> dict[str, str]:
         rest = [rows for rows in rest if rows[0]["prompt"] not in seen]
         write_pairs(files["answers"], [rows[0] for rows in rest])
         write_pairs(files["pairs"], itertools.chain(*rest))
+        write_pairs(files["mixed"], itertools.chain(*rest, corrupted_pairs(CORRUPTED, seen, seed=1)))
         write_pairs(files["held_out"], [rows[0] for rows in held])
     return {name: str(file) for name, file in files.items()}
 
@@ -110,12 +116,12 @@ def own_pairs(model: str, folder: Path) -> dict[str, str]:
 def run(seed: int, name: str, places: dict[str, str], folder: Path) -> Line:
     """The line of one run. places: what stands for $NAME in its keys."""
     learning, run_dir = RUNS[name], folder / f"{name}_{seed}"
-    places = {**places, "reward_model": str(folder / f"reward_model_{seed}" / "hf")}
+    places = places | {of: str(folder / f"{of}_{seed}" / "hf") for of in ("own_pairs_model", "reward_model")}
     if len(read_metrics(run_dir)) != learning.steps + 1:
         words = [*learning.words, f"model.path={learning.model}"]
         words = [string.Template(word).substitute(places) for word in words]
         words += [f"seed={seed}", f"max_steps={learning.steps}", f"eval_every={learning.eval_every}", "save_every=0"]
-        words += ["eval.num_prompts=512"] if name == "reward_model" else ["eval.num_prompts=512", "layout=single"]
+        words += ["eval.num_prompts=512", *([] if name in ("own_pairs_model", "reward_model") else ["layout=single"])]
         launch(words, run_dir)
     return {"run": name, "seed": seed, "steps": learning.steps, **curves(run_dir, FIGURES), **machine()}
 
@@ -138,14 +144,14 @@ def main() -> int:
     places = {"model": options.model, "teacher": options.teacher}
     todo = [(seed, name) for seed in options.seeds for name in options.only if not (seed and name in ONE_SEED)]
     with run_folder(options.runs) as folder:
-        if any(name not in ("teacher", "grpo") and "teacher" not in "".join(RUNS[name].words) for _, name in todo):
+        if any(name in NEED_PAIRS for _, name in todo):
             places |= own_pairs(options.model, folder)
 
         def one(seed: int, name: str) -> Line:
             return run(seed, name, places, folder)
 
-        for late in (False, True):  # RL on a reward model begins when the reward models are trained
-            now = [which for which in todo if which[1].startswith("scored") == late]
+        early = [which for which in todo if which[1] not in itertools.chain(*STAGES)]
+        for now in (early, *([which for which in todo if which[1] in names] for names in STAGES)):
             lines = completed(options.out, ("seed", "run"), now, one, options.jobs)
     if options.plots:
         plots(lines, options.plots)

@@ -18,7 +18,12 @@ STUDENTS = {
     "full_1": "whole vocabulary, beta 1",
     "top_k_0": "top-k 8, beta 0",
 }
-SCORED = {"scored": "no KL term", "scored_kl": "KL in the reward"}
+SCORED = {
+    "on_own_pairs": "own pairs, KL .1 in the reward",
+    "scored": "own and made-up pairs, no KL term",
+    "scored_kl": "own and made-up pairs, KL .1 in the reward",
+}
+MODELS = {"own_pairs_model": "reward model on own pairs", "reward_model": "then on own and made-up pairs"}
 
 
 def tables(lines: Sequence[Line]) -> str:
@@ -27,7 +32,7 @@ def tables(lines: Sequence[Line]) -> str:
     texts = []
     if "teacher" in found:
         texts += [_students(found)]
-    if pairs := {name: found[name] for name in ("dpo", "reward_model") if name in found}:
+    if pairs := {name: found[name] for name in ("dpo", *MODELS) if name in found}:
         texts += [_pairs(pairs)]
     if scored := {name: found[name] for name in SCORED if name in found}:
         texts += [_overoptimised(scored)]
@@ -63,12 +68,11 @@ def _seed(line: Line) -> int:
 
 
 def _pairs(found: dict[str, list[Line]]) -> str:
-    rows = [["Run", "Seed", "Before", "After"]]
+    rows = [["Run", "Seed", "Before", "After"]]  # of reward models: the share of held-out pairs in order
     for name, runs in found.items():
         for line in sorted(runs, key=_seed):
             before, after = ends(line, "sampled" if name == "dpo" else "pairs")
-            label = "DPO, sampled accuracy" if name == "dpo" else "reward model, held-out pairs"
-            rows.append([label, str(line["seed"]), f"{before:.3f}", f"{after:.3f}"])
+            rows.append([MODELS.get(name, "DPO, sampled accuracy"), str(line["seed"]), f"{before:.3f}", f"{after:.3f}"])
     return markdown(rows)
 
 
@@ -100,9 +104,9 @@ def plots(lines: Sequence[Line], folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     if "teacher" in found:
         _plot_students(found, folder / "distillation.svg")
-    if "dpo" in found and "reward_model" in found:
+    if "dpo" in found and MODELS.keys() & found:
         _plot_pairs(found, folder / "pairs.svg")
-    if all(name in found for name in SCORED):
+    if SCORED.keys() & found:
         _plot_overoptimised(found, folder / "overoptimisation.svg")
 
 
@@ -142,28 +146,32 @@ def _plot_pairs(found: dict[str, list[Line]], file: Path) -> None:
         _draw(left, found["dpo"], key, color, key)
     left.set(xlabel="step of 64 pairs", title="DPO: validation accuracy")
     left.legend(fontsize=8)
-    _draw(right, found["reward_model"], "pairs", "C2", "")
+    for number, (name, label) in enumerate(MODELS.items()):
+        if runs := found.get(name):
+            _draw(right, runs, "pairs", f"C{number + 2}", label)
+    right.legend(fontsize=8)
     right.axhline(0.95, color="black", linewidth=0.8, linestyle=":")
     right.set(xlabel="step", title="reward model: accuracy on held-out pairs")
     _save(figure, file)
 
 
 def _plot_overoptimised(found: dict[str, list[Line]], file: Path) -> None:
-    """The proxy and the truth over the distance from the warm start (Gao et al., arXiv 2210.10760), and by step."""
+    """The proxy and the truth over the distance from the warm start (Gao et al., arXiv 2210.10760)."""
     from matplotlib import pyplot
 
-    figure, panels = pyplot.subplots(2, len(SCORED), figsize=(4.8 * len(SCORED), 7), squeeze=False, sharey=True)
-    for column, (name, label) in enumerate(SCORED.items()):
-        for seed, line in enumerate(sorted(found[name], key=_seed)):
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(9.5, 4.2))
+    for number, (name, label) in enumerate(SCORED.items()):
+        for line in found.get(name, ()):
             places = {int(step) - 1: at for step, at in zip(line["kl"], _distance(line), strict=True)}
             reward = {int(step) - 1: value for step, value in line["reward"].items()}  # of the policy before the step
             truth = {int(step): value for step, value in line["sampled"].items()}
-            for curve, style in ((reward, "--"), (truth, "-")):
+            for axes, curve in ((left, reward), (right, truth)):
                 near = sorted((places[step], value) for step, value in curve.items() if step in places)
-                panels[0][column].plot([*curve], [*curve.values()], style, color=f"C{seed}", linewidth=1.2)
-                panels[1][column].plot(*zip(*near, strict=True), style, color=f"C{seed}", linewidth=1.2)
-        panels[0][column].set(title=label, xlabel="step")
-        panels[1][column].set(xlabel="square root of the KL of a response to the warm start, nats")
-    for row in panels:
-        row[0].set_ylabel("- - the reward model's mean reward\n— true accuracy, sampled")
-    _save(figure, file)
+                axes.plot(*zip(*near, strict=True), ".-", color=f"C{number}", linewidth=1.2, label=label)
+    left.set_title("the reward model's mean score", fontsize=10)
+    right.set_title("true accuracy, sampled", fontsize=10)
+    for axes in (left, right):
+        axes.set_xlabel("square root of the KL of a response to the warm start, nats")
+    shown = dict(zip(*reversed(left.get_legend_handles_labels()), strict=True))
+    figure.legend(shown.values(), shown.keys(), loc="lower center", ncol=3, fontsize=8)
+    _save(figure, file, 0.08)
