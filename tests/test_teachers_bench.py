@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.bench import own_pairs
-from tests.bench.teachers_shown import crossing, goal, plots, tables
+from tests.bench.teachers_shown import crossing, goals, plots, tables
 
 
 def _line(name: str, seed: int, greedy: dict[str, float], **others: Any) -> dict[str, Any]:
@@ -17,21 +17,22 @@ def _line(name: str, seed: int, greedy: dict[str, float], **others: Any) -> dict
 
 LINES = [
     _line("teacher", 0, {"0": 0.96, "1": 0.6}),
+    _line("teacher", 1, {"0": 0.93, "1": 0.6}),
     _line("grpo", 0, {"0": 0.5, "10": 0.6, "20": 0.7, "30": 0.8, "60": 0.85, "80": 0.9}),
     _line("full_0", 1, {"0": 0.5, "10": 0.7, "20": 0.92, "30": 0.95}),
     _line("full_0", 0, {"0": 0.5, "10": 0.8, "20": 0.86, "30": 0.91}),
 ]
 
 
-def test_the_goal_is_the_teacher_s_accuracy_before_its_step() -> None:
-    found = {"teacher": [LINES[0]]}
-    assert goal(found) == pytest.approx(0.91)
-    assert [crossing(line, goal(found)) for line in LINES[1:]] == [None, 20, 30]
+def test_the_goal_is_the_teacher_s_accuracy_on_the_seed_s_prompts_before_its_step() -> None:
+    levels = goals({"teacher": LINES[:2]})
+    assert levels == {0: pytest.approx(0.91), 1: pytest.approx(0.88)}
+    assert [crossing(line, levels[line["seed"]]) for line in LINES[2:]] == [None, 20, 30]
 
 
 def test_a_table_has_means_spreads_and_crossings_by_seed() -> None:
     head, _, grpo, full = tables(LINES).splitlines()
-    assert "Step of 0.910, by seed" in head
+    assert "Step of the teacher's accuracy - 0.05, by seed" in head
     assert grpo.endswith("| 0.900 | over 80 |")
     assert "| 0.750 (0.700 to 0.800) |" in full
     assert full.endswith("| 30, 20 |")  # in the order of seeds, not of lines

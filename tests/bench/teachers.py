@@ -6,7 +6,8 @@
 Distillation on policy beside GRPO with as many responses a step; DPO and reward models on pairs of the warm model's own
 answers; RL on these reward models. RUNS has the keys of each. One process and one thread each. `--out` gets one JSON
 line per run; runs that it already has are not run again, nor are runs, answers and pairs that `--runs` has. Prints
-tables, and draws the curves into `--plots`. Accuracies are those of validation, by the task's own reward.
+tables, and draws the curves into `--plots`. Accuracies are those of validation, by the task's own reward, on prompts
+that the seed chooses. RL on reward models of an earlier call needs its `--runs`.
 """
 
 from __future__ import annotations
@@ -88,7 +89,6 @@ RUNS = {
 }
 STAGES = (("own_pairs_model",), ("reward_model",), ("on_own_pairs", "scored", "scored_kl"))  # each needs the last one
 NEED_PAIRS = {"dpo", "own_pairs_model", "reward_model"}
-ONE_SEED = {"teacher"}
 OWN = "own_answers"
 
 
@@ -142,7 +142,7 @@ def main() -> int:
         print("teachers needs --model, such as runs/demo_sft/hf, --teacher and --out", file=sys.stderr)
         return 0
     places = {"model": options.model, "teacher": options.teacher}
-    todo = [(seed, name) for seed in options.seeds for name in options.only if not (seed and name in ONE_SEED)]
+    todo = [(seed, name) for seed in options.seeds for name in options.only]
     with run_folder(options.runs) as folder:
         if any(name in NEED_PAIRS for _, name in todo):
             places |= own_pairs(options.model, folder)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -39,9 +40,9 @@ def tables(lines: Sequence[Line]) -> str:
     return "\n\n".join(texts)
 
 
-def goal(found: dict[str, list[Line]]) -> float:
-    """The accuracy that the students are to reach."""
-    return float(found["teacher"][0]["greedy"]["0"]) - MARGIN
+def goals(found: dict[str, list[Line]]) -> dict[int, float]:
+    """Seed -> the accuracy that the students are to reach, on the seed's prompts."""
+    return {_seed(line): line["greedy"]["0"] - MARGIN for line in found["teacher"]}
 
 
 def crossing(line: Line, level: float) -> int | None:
@@ -50,17 +51,22 @@ def crossing(line: Line, level: float) -> int | None:
 
 
 def _students(found: dict[str, list[Line]]) -> str:
-    level = goal(found)
-    rows = [["Run", *(f"Greedy after {step}" for step in SHOWN), "Sampled at the end", f"Step of {level:.3f}, by seed"]]
+    levels = goals(found)
+    rows = [["Run", "Seeds", *(f"Greedy after {step}" for step in SHOWN), "Sampled at the end"]]
+    rows[0] += [f"Step of the teacher's accuracy - {MARGIN:.2f}, by seed"]
     for name, label in STUDENTS.items():
-        if not (runs := found.get(name)):
+        if not (runs := sorted((line for line in found.get(name, ()) if _seed(line) in levels), key=_seed)):
             continue
-        cells = [
-            spread([line["greedy"][str(step)] for line in runs]) if step <= runs[0]["steps"] else "" for step in SHOWN
-        ]
-        crossed = [str(crossing(line, level) or f"over {line['steps']}") for line in sorted(runs, key=_seed)]
-        rows.append([label, *cells, spread([ends(line, "sampled")[1] for line in runs]), ", ".join(crossed)])
+        cells = [spread([line["greedy"][str(step)] for line in runs]) if step <= _last(runs) else "" for step in SHOWN]
+        cells += [spread([ends(line, "sampled")[1] for line in runs])]
+        crossed = [str(crossing(line, levels[_seed(line)]) or f"over {line['steps']}") for line in runs]
+        rows.append([label, ", ".join(str(_seed(line)) for line in runs), *cells, ", ".join(crossed)])
     return markdown(rows)
+
+
+def _last(runs: Sequence[Line]) -> int:
+    """The last step that all runs have."""
+    return min(int(line["steps"]) for line in runs)
 
 
 def _seed(line: Line) -> int:
@@ -131,9 +137,16 @@ def _plot_students(found: dict[str, list[Line]], file: Path) -> None:
         for number, (name, label) in enumerate(STUDENTS.items()):
             if runs := found.get(name):
                 _draw(axes, runs, key, f"C{number}", label)
-        axes.axhline(found["teacher"][0][key]["0"], color="black", linewidth=0.8, label="the teacher")
+        taught = statistics.mean(line[key]["0"] for line in found["teacher"])
+        axes.axhline(taught, color="black", linewidth=0.8, label="the teacher")
         axes.set(xlabel="step of 512 responses", title=f"validation accuracy, {key}")
-    panels[0].axhline(goal(found), color="black", linewidth=0.8, linestyle=":", label=f"the teacher - {MARGIN}")
+    panels[0].axhline(
+        statistics.mean(goals(found).values()),
+        color="black",
+        linewidth=0.8,
+        linestyle=":",
+        label=f"the teacher - {MARGIN:.2f}",
+    )
     figure.legend(*panels[0].get_legend_handles_labels(), loc="lower center", ncol=4, fontsize=8)
     _save(figure, file, 0.12)
 
