@@ -84,8 +84,8 @@ RUNS = {
     "own_pairs_model": _reward_model("$model", "$pairs", 400, "4e-3"),
     "reward_model": _reward_model("$own_pairs_model", "$mixed", 250, "3e-3"),
     "on_own_pairs": _scored("$own_pairs_model", "algorithm.kl_reward_coef=0.1"),
-    "scored": _scored("$reward_model", "algorithm.kl_reward_coef=1e-12"),  # measures the KL and changes nothing
-    "scored_kl": _scored("$reward_model", "algorithm.kl_reward_coef=0.1"),
+    "scored": _scored("$reward_model", "trainer.lr=3e-4", "algorithm.kl_reward_coef=1e-12"),  # the KL is only measured
+    "scored_kl": _scored("$reward_model", "trainer.lr=3e-4", "algorithm.kl_reward_coef=0.3"),
 }
 STAGES = (("own_pairs_model",), ("reward_model",), ("on_own_pairs", "scored", "scored_kl"))  # each needs the last one
 NEED_PAIRS = {"dpo", "own_pairs_model", "reward_model"}

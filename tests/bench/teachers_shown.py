@@ -10,7 +10,7 @@ from typing import Any
 
 from tests.bench.learning import Line, ends, grouped, markdown, mean_curve, spread
 
-MARGIN = 0.05  # how far below the teacher's accuracy the students are to come
+MARGIN = 0.05  # how far below the teacher a student is to come
 SHOWN = (10, 20, 30, 60, 80)
 STUDENTS = {
     "grpo": "GRPO",
@@ -20,9 +20,9 @@ STUDENTS = {
     "top_k_0": "top-k 8, beta 0",
 }
 SCORED = {
-    "on_own_pairs": "own pairs, KL .1 in the reward",
-    "scored": "own and made-up pairs, no KL term",
-    "scored_kl": "own and made-up pairs, KL .1 in the reward",
+    "on_own_pairs": "own pairs, KL .1",
+    "scored": "own and made-up pairs, no KL",
+    "scored_kl": "own and made-up pairs, KL .3",
 }
 MODELS = {"own_pairs_model": "reward model on own pairs", "reward_model": "then on own and made-up pairs"}
 
