@@ -80,14 +80,19 @@ RUNS = {
     "full_0.5": _distilled("full", 0.5),
     "full_1": _distilled("full", 1.0),
     "top_k_0": _distilled("top_k", 0.0),
-    "dpo": Learning(["+experiment=demo_dpo", "data.train=$answers"], 100, eval_every=10),
+    "dpo": Learning(["+experiment=demo_dpo", "data.train=$answers"], 100, eval_every=20),
     "own_pairs_model": _reward_model("$model", "$pairs", 400, "4e-3"),
     "reward_model": _reward_model("$own_pairs_model", "$mixed", 250, "3e-3"),
     "on_own_pairs": _scored("$own_pairs_model", "algorithm.kl_reward_coef=0.1"),
     "scored": _scored("$reward_model", "trainer.lr=3e-4", "algorithm.kl_reward_coef=1e-12"),  # the KL is only measured
+    "scored_weak_kl": _scored("$reward_model", "trainer.lr=3e-4", "algorithm.kl_reward_coef=0.15"),
     "scored_kl": _scored("$reward_model", "trainer.lr=3e-4", "algorithm.kl_reward_coef=0.3"),
 }
-STAGES = (("own_pairs_model",), ("reward_model",), ("on_own_pairs", "scored", "scored_kl"))  # each needs the last one
+STAGES = (  # each needs the ones before
+    ("own_pairs_model",),
+    ("reward_model",),
+    ("on_own_pairs", "scored", "scored_weak_kl", "scored_kl"),
+)
 NEED_PAIRS = {"dpo", "own_pairs_model", "reward_model"}
 OWN = "own_answers"
 

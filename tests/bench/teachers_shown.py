@@ -22,6 +22,7 @@ STUDENTS = {
 SCORED = {
     "on_own_pairs": "own pairs, KL .1",
     "scored": "own and made-up pairs, no KL",
+    "scored_weak_kl": "own and made-up pairs, KL .15",
     "scored_kl": "own and made-up pairs, KL .3",
 }
 MODELS = {"own_pairs_model": "reward model on own pairs", "reward_model": "then on own and made-up pairs"}
@@ -84,7 +85,7 @@ def _pairs(found: dict[str, list[Line]]) -> str:
 
 def _overoptimised(found: dict[str, list[Line]]) -> str:
     rows = [["RL on the reward model", "Seed", "Reward, first and last step", "True accuracy, sampled: before", "best"]]
-    rows[0] += ["after", "the same, greedy", "KL of a response, end"]
+    rows[0] += ["after", "greedy: before, best, after", "KL of a response, last step, nats"]
     for name, runs in found.items():
         for line in sorted(runs, key=_seed):
             reward, sampled, greedy = (ends(line, figure) for figure in ("reward", "sampled", "greedy"))
@@ -186,5 +187,5 @@ def _plot_overoptimised(found: dict[str, list[Line]], file: Path) -> None:
     for axes in (left, right):
         axes.set_xlabel("square root of the KL of a response to the warm start, nats")
     shown = dict(zip(*reversed(left.get_legend_handles_labels()), strict=True))
-    figure.legend(shown.values(), shown.keys(), loc="lower center", ncol=3, fontsize=8)
-    _save(figure, file, 0.08)
+    figure.legend(shown.values(), shown.keys(), loc="lower center", ncol=2, fontsize=8)
+    _save(figure, file, 0.12)
