@@ -122,7 +122,7 @@ def run(seed: int, name: str, places: dict[str, str], folder: Path) -> Line:
     """The line of one run. places: what stands for $NAME in its keys."""
     learning, run_dir = RUNS[name], folder / f"{name}_{seed}"
     places = places | {of: str(folder / f"{of}_{seed}" / "hf") for of in ("own_pairs_model", "reward_model")}
-    if len(read_metrics(run_dir)) != learning.steps + 1:
+    if (rows := read_metrics(run_dir)) == [] or rows[-1]["step"] != learning.steps:
         words = [*learning.words, f"model.path={learning.model}"]
         words = [string.Template(word).substitute(places) for word in words]
         words += [f"seed={seed}", f"max_steps={learning.steps}", f"eval_every={learning.eval_every}", "save_every=0"]

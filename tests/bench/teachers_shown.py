@@ -78,8 +78,11 @@ def _pairs(found: dict[str, list[Line]]) -> str:
     rows = [["Run", "Seed", "Before", "After"]]  # of reward models: the share of held-out pairs in order
     for name, runs in found.items():
         for line in sorted(runs, key=_seed):
-            before, after = ends(line, "sampled" if name == "dpo" else "pairs")
-            rows.append([MODELS.get(name, "DPO, sampled accuracy"), str(line["seed"]), f"{before:.3f}", f"{after:.3f}"])
+            curve = line["sampled" if name == "dpo" else "pairs"]
+            before = f"{curve['0']:.3f}" if "0" in curve else "-"  # DPO does not validate before its first step
+            rows.append(
+                [MODELS.get(name, "DPO, sampled accuracy"), str(line["seed"]), before, f"{[*curve.values()][-1]:.3f}"]
+            )
     return markdown(rows)
 
 
