@@ -56,7 +56,7 @@ def curves(run_dir: Path, figures: Mapping[str, str]) -> dict[str, dict[str, flo
 
 
 def _curve(rows: list[dict[str, float | None]], key: str) -> dict[str, float]:
-    return {str(step): round(value, 4) for step, row in enumerate(rows) if (value := row.get(key)) is not None}
+    return {str(int(row["step"] or 0)): round(value, 4) for row in rows if (value := row.get(key)) is not None}
 
 
 def ends(line: Line, figure: str) -> tuple[float, float]:
