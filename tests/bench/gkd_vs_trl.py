@@ -2,6 +2,7 @@
 DistillationTrainer on the same models, answers, batch and optimizer.
 
     python -m tests.bench.gkd_vs_trl [--group 1 4] [--steps N] [--vocab N] [--beta X]
+        [--trainers NAMES] [--micro-batches SIZES]
 
 Prompts of 128 to 256 tokens, answers of 32 to 256, lengths uniform, random words. The student has 4 layers of 256, the
 teacher 4 of 512 (fp32). A group is a number of answers to one prompt, whose prompt hpcrl computes once. Nothing is
@@ -21,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +92,9 @@ def train(folder: Path, steps: int, beta: float) -> dict[str, float]:
     }
 
 
-def compare(group: int, steps: int, vocab: int, beta: float, folder: Path) -> dict[str, Any]:
+def compare(
+    group: int, steps: int, vocab: int, beta: float, trainers: Sequence[str], sizes: Sequence[int], folder: Path
+) -> dict[str, Any]:
     student = make_model(folder / "student", vocab_size=vocab)
     teacher = make_model(folder / "teacher", vocab_size=vocab, **TEACHER)
     words = Words(student)
@@ -114,7 +118,7 @@ def compare(group: int, steps: int, vocab: int, beta: float, folder: Path) -> di
         raise RuntimeError(f"hpcrl ended with {done.returncode}:\n{done.stderr[-3000:]}")
     ours = json.loads(done.stdout.splitlines()[-1])
     options |= {"model": student, "teacher": teacher, "rows": given}
-    theirs = {name: [run_trl(name, {**options, "micro-batch": size}) for size in MICRO_BATCHES] for name in TRAINERS}
+    theirs = {name: [run_trl(name, {**options, "micro-batch": size}) for size in sizes] for name in trainers}
     best = {name: max(found, key=lambda report: report[RATE]) for name, found in theirs.items()}
     return {
         "prompt_tokens": PROMPT,
@@ -125,7 +129,7 @@ def compare(group: int, steps: int, vocab: int, beta: float, folder: Path) -> di
         **{
             f"trl_{name}_micro_batch_{size}": rounded(report)
             for name, found in theirs.items()
-            for size, report in zip(MICRO_BATCHES, found, strict=True)
+            for size, report in zip(sizes, found, strict=True)
         },
         **{f"cpu_ratio_{name}": round(ours[RATE] / report[RATE], 2) for name, report in best.items()},
     }
@@ -137,6 +141,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--vocab", type=int, default=1024)
     parser.add_argument("--beta", type=float, default=0.5)
+    parser.add_argument("--trainers", nargs="+", choices=TRAINERS, default=TRAINERS, help="TRL's")
+    parser.add_argument("--micro-batches", type=int, nargs="+", default=MICRO_BATCHES, help="TRL's")
     parser.add_argument("--train", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -149,7 +155,8 @@ def main() -> None:
         return
     for group in options.group:
         with tempfile.TemporaryDirectory() as name:
-            found = compare(group, options.steps, options.vocab, options.beta, Path(name))
+            given = options.trainers, options.micro_batches, Path(name)
+            found = compare(group, options.steps, options.vocab, options.beta, *given)
             tell({"bench": "gkd_vs_trl", "group": group, **found})
 
 
