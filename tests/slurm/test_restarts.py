@@ -59,11 +59,14 @@ def test_a_hang_is_named_and_the_job_is_requeued(cluster: Any, tmp_path: Path, t
     ranks(cluster, run.job)[2].suspend()
     run.wait_restart(1)
     said = run.wait_end()
-    assert re.search(r"rank 2 \(env\) on \S+ is lost: .* sent no heartbeat for \d+ s", said)
+    # Rank 0 may reach its own deadline while the agent, which has killed the rank, imports what it reports with.
+    found = r"is lost: .* sent no heartbeat for \d+ s|did not answer within \d+ s"
+    assert re.search(rf"rank 2 \(env\) on \S+ ({found})", said)
     assert re.search(r"attempt 1 ended \(deadline\): crash 1", said)
     assert " rank 0 INFO step 20/20 " in said
     command = [sys.executable, "-m", "hpcrl", "logs", str(run.dir)]
     merged = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True).stdout
+    assert re.search(r" agent WARNING rank 2 is lost: .* sent no heartbeat for \d+ s", merged)
     headers = [line for line in merged.splitlines() if HEADER.match(line)]
     assert len(headers) == len(set(headers)), "what the job's log repeats comes once"
     assert {"launch", "agent", "rank 0", "rank 1", "rank 2"} == {found["who"] for found in HEADER.finditer(merged)}
