@@ -84,7 +84,7 @@ COMMANDS: list[Any] = [
     m.LoadPending("runs/a/checkpoints/step_000002", ["pending_rank0002.safetensors"], [7 << 24]),
     m.Logprobs(1, "reference", "ref_logprobs", [[0], [1, 2]]),
     m.Teach(1, {"teacher_logprobs": 0}, [[0], [1, 2]]),
-    m.Teach(1, {"teacher_logprobs": 0}, [[0]], {7: b"\0\1\0\0"}),
+    m.Teach(1, {"teacher_logprobs": 0}, [[0]], 1, {7: b"\0\1\0\0"}),
     m.SendTokens(1, "fabric", "ref_logprobs", [MOVE]),
     m.SendTokens(1, "fabric", "returns", [MOVE], "critic"),
     m.StoreLogprobs(1, "ref_logprobs", "cache/x"),

@@ -185,7 +185,7 @@ def test_every_recipe_has_a_script() -> None:
     worlds = ("sokoban", "vl_sokoban", "frozenlake", "webshop", "alfworld", "swe", "tool_math")
     agentic = {f"agentic_{name}" for name in worlds}
     own = {"convert", "reward_model_7b", "generate_tiny", "generate_32b", "distill_tiny", "distill_7b_from_32b"}
-    assert rlvr | agentic | own | {"dpo_tiny", "dpo_7b", "online_dpo_tiny"} == RECIPES
+    assert rlvr | agentic | own | {"dpo_tiny", "dpo_7b", "online_dpo_tiny", "reward_model_tiny"} == RECIPES
 
 
 @pytest.mark.slow

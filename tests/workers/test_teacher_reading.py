@@ -80,7 +80,7 @@ def teach(role: Any, batch: Batch, in_context: bool = True) -> Batch:
     plan = as_read(handle).plan(handle.rows, handle.samples, 20)[2]
     assert len(plan) > 1 and sorted(row for rows in plan for row in rows) == [0, 1, 2, 3]
     prompts = prompts_of(handle, handle.samples)
-    role.handlers()[Teach](Teach(4, widths_of(role._worker.config), plan, prompts), 1)
+    role.handlers()[Teach](Teach(4, widths_of(role._worker.config), plan, prompts=prompts), 1)
     return batch.check()
 
 
