@@ -14,12 +14,12 @@ from hpcrl.spec.fields import NUMBER, Positive
 
 
 class TeacherConfig(SelfTeaching):
-    """The frozen model of the role teacher, which judges every token that the policy generates. Its engine reads the
+    """The model of the role teacher, which judges every token that the policy generates. Its engine reads the
     keys of `trainer` that are not about optimisation, and holds the weights in trainer.param_dtype."""
 
     path: str | None = None
     """Folder in HF layout of a model of any size, with a tokenizer in which every token of the policy has the same id;
-    null: no teacher, or the policy (source)."""
+    null: no teacher, or another one (paths, endpoint, source)."""
     paths: dict[str, str] = {}
     """Domain -> folder, in place of path: the domain's tokens learn from this teacher; the key default is for all other
     domains. Domains with the same folder share its model."""

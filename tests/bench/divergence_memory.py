@@ -33,9 +33,9 @@ from hpcrl.spec.divergence import Divergence, DivergenceForm
 from tests.planner.measuring import peak_bytes
 
 
-def bytes_per_token(form: DivergenceForm, top_k: int, width: int, dtype: torch.dtype) -> int:
-    """What a teacher sends about a token: a log-prob; ids and log-probs; or a state in its compute dtype."""
-    return {"sampled": 4, "top_k": 8 * top_k, "full": dtype.itemsize * width}[form]
+def bytes_per_token(form: DivergenceForm, top_k: int, width: int) -> int:
+    """What a teacher sends about a token: a log-prob; ids and log-probs; or a state in fp32."""
+    return {"sampled": 4, "top_k": 8 * top_k, "full": 4 * width}[form]
 
 
 def ways(
@@ -103,7 +103,7 @@ def main() -> None:
         }  # fmt: skip
         print(json.dumps(result), flush=True)
     forms: tuple[DivergenceForm, ...] = ("sampled", "top_k", "full")
-    sent = {form: bytes_per_token(form, args.top_k, args.teacher_hidden, dtype) for form in forms}
+    sent = {form: bytes_per_token(form, args.top_k, args.teacher_hidden) for form in forms}
     about = {"top_k": args.top_k, "teacher_hidden": args.teacher_hidden, "dtype": args.dtype, "vocab": args.vocab}
     naive = 4 * args.vocab
     print(json.dumps({"bench": "divergence_memory", "bytes_per_token": sent | {"all logits": naive}, **about}))
