@@ -209,6 +209,17 @@ def test_other_weights_of_the_first_policy_count_only_as_reference(tmp_path: Pat
             close_run(run, open_run(config, run, "auto").attempt)
 
 
+def test_other_weights_of_the_first_policy_count_as_its_own_teacher(tmp_path: Path) -> None:
+    run, model = tmp_path / "demo", tmp_path / "model"
+    model.mkdir()
+    config = changed(pipeline="distill", model={"path": str(model)}, teacher={"source": "policy", "sync_every": 9})
+    (model / "model.safetensors").write_bytes(b"first")
+    close_run(run, open_run(config, run, "auto").attempt)
+    (model / "model.safetensors").write_bytes(b"other")
+    with pytest.raises(ConfigError, match=r"model\.path: the weights in"):
+        open_run(config, run, "auto")
+
+
 def test_resume_fresh_takes_the_next_free_name(tmp_path: Path) -> None:
     names = [open_run(changed(max_steps=n), tmp_path / "demo", "fresh").run_dir.name for n in (1, 2, 3)]
     assert names == ["demo", "demo-2", "demo-3"]

@@ -77,12 +77,15 @@ def weights_of(config: Mapping[str, Any]) -> dict[str, dict[str, str]]:
 
 
 def _reads_model_again(config: Mapping[str, Any]) -> bool:
-    """Whether model.path counts at a resume: the run trains no model, or compares the policy with this one."""
+    """Whether model.path counts at a resume: the run trains no model, compares the policy with this one, or has it as
+    the first teacher (teacher.sync_every)."""
     try:
         own = parse(dict(config))
     except ConfigError:
         return False  # of another version
-    return not own.pipeline_spec.trains or (own.uses_reference and own.reference.path is None)
+    is_reference = own.uses_reference and own.reference.path is None
+    is_teacher = own.uses_teacher and own.teacher.source == "policy" and not own.teacher.is_trainer
+    return not own.pipeline_spec.trains or is_reference or is_teacher
 
 
 def _sampled(file: Path) -> str:
