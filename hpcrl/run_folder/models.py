@@ -42,6 +42,9 @@ def folders_of(config: Mapping[str, Any]) -> dict[str, str]:
     """Key (such as model.path or teacher.paths.DOMAIN) -> folder."""
     sections = {section: config.get(section) or {} for section in SECTIONS}
     found = {f"{section}.path": path for section, own in sections.items() if (path := own.get("path"))}
+    if sections["teacher"].get("source", "folder") != "folder":  # nothing reads a recipe's folders
+        found.pop("teacher.path", None)
+        return found
     of_domains = sections["teacher"].get("paths") or {}
     return found | {f"teacher.paths.{domain}": folder for domain, folder in of_domains.items()}
 
