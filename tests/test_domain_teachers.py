@@ -50,7 +50,7 @@ WEIGHTS = ["loss.chat.divergence=0", "loss.chat.ce=1"]
         ),
         (["pipeline=sft", "teacher.paths.math=a"], "teacher.paths.math: not read here, sft has no teacher"),
         (["teacher.paths.math=null"], "teacher.paths.math: expected"),
-        (["teacher.paths.math=a", "model.path=null"], "teacher.path: the run creates the policy (model.tiny)"),
+        (["teacher.paths.math=a", "model.path=null"], "teacher.paths.math: the run creates the policy (model.tiny)"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

@@ -29,6 +29,7 @@ from hpcrl.run_folder import (
     finish_run,
     open_run,
 )
+from hpcrl.run_folder.models import weights_of
 from hpcrl.spec.kinds import TrainEngineSpec
 from hpcrl.spec.tables import TRAIN_ENGINES
 from hpcrl.system.exit_codes import ExitCode
@@ -207,6 +208,19 @@ def test_other_weights_of_the_first_policy_count_only_as_reference(tmp_path: Pat
                 open_run(config, run, "auto")
         else:
             close_run(run, open_run(config, run, "auto").attempt)
+
+
+def test_other_weights_of_the_first_policy_count_as_its_own_teacher(tmp_path: Path) -> None:
+    run, model = tmp_path / "demo", tmp_path / "model"
+    model.mkdir()
+    config = changed(pipeline="distill", model={"path": str(model)}, teacher={"source": "policy", "sync_every": 9})
+    (model / "model.safetensors").write_bytes(b"first")
+    close_run(run, open_run(config, run, "auto").attempt)
+    (model / "model.safetensors").write_bytes(b"other")
+    with pytest.raises(ConfigError, match=r"model\.path: the weights in"):
+        open_run(config, run, "auto")
+    unread = changed(teacher={"source": "policy", "path": str(model), "paths": {"math": str(model)}})
+    assert weights_of(unread) == {}, "nothing reads these folders"
 
 
 def test_resume_fresh_takes_the_next_free_name(tmp_path: Path) -> None:

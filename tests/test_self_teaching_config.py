@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.config import ConfigError, TinyModel, load
+from hpcrl.config.teacher import TeacherConfig
+from hpcrl.config.teacher_paths import teacher_of, teachers
 from hpcrl.engines.tiny import make_tiny_model
 from hpcrl.launch.plan import describe
 from hpcrl.launch.prepare import prepare
@@ -54,6 +57,11 @@ CONTEXT = "teacher.context='{prompt} Answer: {answer}'"
         ),
         ([*POLICY, "teacher.context='the answer is {answer}'"], "teacher.context: expected a text with {prompt}"),
         ([*BASE, "teacher.path=x"], "teacher.path: not read here, source is base"),
+        ([*BASE, "teacher.paths.default=x"], "teacher.paths.default: not read here, source is base"),
+        (
+            [*POLICY, "teacher.sync_every=2", "teacher.paths.default=x"],
+            "teacher.paths.default: not read here, source is policy",
+        ),
         ([*BASE, "teacher.sync_every=3"], "teacher.sync_every: not read here, source is base"),
         ([*BASE, "teacher.engine=megatron"], "teacher.engine: not read here, the trainer's engine computes"),
         ([*BASE, "teacher.max_prompt_tokens=9"], "teacher.max_prompt_tokens: not read here, teacher.context is null"),
@@ -143,3 +151,12 @@ def test_what_does_not_fit_the_model_is_refused(policy: Path, tmp_path: Path) ->
     rows.write_text("".join(json.dumps({"prompt": str(n), "answer": "4" if n else ""}) + "\n" for n in range(3)))
     (line,) = problems(*BASE, CONTEXT, f"data.train={rows}")
     assert line == f"{rows}:1: no answer, which teacher.context reads; the row has answer"
+
+
+@pytest.mark.parametrize("given", [{"path": "m"}, {"paths": {"math": "m", "default": "n"}}])
+def test_folders_of_a_recipe_do_not_replace_the_policy_as_teacher(given: dict[str, Any]) -> None:
+    """A recipe's keys that the command line's source leaves unread are not refused."""
+    config = load([*POLICY, "teacher.sync_every=2"])
+    own = TeacherConfig(source="policy", sync_every=2, **given)
+    assert teachers(own) == [] and teacher_of(own, "code") == 0
+    assert config.model_copy(update={"teacher": own}).of_teacher().model.path == config.model.path

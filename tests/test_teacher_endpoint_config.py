@@ -47,7 +47,17 @@ BEHIND = [f"teacher.endpoint.url={URL}", "teacher.endpoint.model=large"]
         (["model.path=policy", *BEHIND], "teacher.endpoint.url: not read here, no domain learns from a teacher"),
         ([*DISTILL, "teacher.endpoint.url=https://me:pw@h/v1"], "teacher.endpoint.url: expected an address without"),
         ([*DISTILL, "teacher.endpoint.url='https://h/v1?key=1'"], "teacher.endpoint.url: expected an address without"),
-        ([*DISTILL, "teacher.endpoint.url=h/v1"], "teacher.endpoint.url: "),
+        (
+            [*DISTILL, "teacher.endpoint.url=localhost:8000"],
+            "teacher.endpoint.url: expected an address such as http://HOST:8000/v1, got 'localhost:8000'",
+        ),
+        (
+            [*DISTILL, "teacher.endpoint.url=http://h:80a/v1"],
+            "teacher.endpoint.url: expected an address such as http://HOST:8000/v1 (Port could not be cast",
+        ),
+        ([*DISTILL, "teacher.endpoint.url=http://h:99999/v1"], "teacher.endpoint.url: expected an address such as"),
+        ([*DISTILL, "teacher.endpoint.url='http://[::1/v1'"], "teacher.endpoint.url: expected an address such as"),
+        ([*DISTILL, "teacher.endpoint.url=http://:80/v1"], "teacher.endpoint.url: expected an address such as"),
         (
             [*DISTILL, *BEHIND, "teacher.endpoint.api_key_env=sk-12"],
             "teacher.endpoint.api_key_env: expected the name of",

@@ -198,7 +198,8 @@ def _own_rows(data: Mapping[str, Any]) -> OwnRows:
     try:
         section: Any = spec.section.model_validate(data.get(name) or {})
     except ValidationError as error:
-        lines = [f"{name}.{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()]
+        wrong = [(one["loc"], one["msg"].removeprefix("Value error, "), one["input"]) for one in error.errors()]
+        lines = [f"{name}.{'.'.join(map(str, loc))}: {text}, got {value!r}" for loc, text, value in wrong]
         raise ValueError("; ".join(lines)) from error
     stand_in = SimpleNamespace(**{name: section}, section=lambda kind: section)
     own = OwnRows.of(spec.row_kind(stand_in), spec.validates_rows(stand_in))

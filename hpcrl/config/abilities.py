@@ -10,7 +10,7 @@ from hpcrl.config.judging import JUDGE_ENGINE
 from hpcrl.config.schema import Config
 from hpcrl.config.self_teaching_checks import check_self_teaching
 from hpcrl.config.teacher_checks import check_teacher_paths
-from hpcrl.config.teacher_paths import teachers
+from hpcrl.config.teacher_paths import teacher_folders, teachers
 from hpcrl.models.families import SEEING
 from hpcrl.models.mtp import untrainable
 from hpcrl.spec.extras import install, version_of
@@ -223,7 +223,7 @@ def _teacher(config: Config) -> Iterator[Problem]:
         return
     yield from check_teacher_paths(config)
     if config.teacher.source == "folder":
-        yield from _without_policy("teacher", config)
+        yield from _without_policy("teacher", config, next(iter(teacher_folders(config.teacher)))[1:])
     if config.teacher.form not in (gives := TRAIN_ENGINES[name].teaches):
         instead = _able(TRAIN_ENGINES, key, lambda spec: config.teacher.form in spec.teaches)
         text = f"the {name} teacher gives only {', '.join(sorted(gives))}{instead}"

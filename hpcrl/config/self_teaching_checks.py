@@ -53,7 +53,8 @@ def unread_of_teaching(config: Config) -> Iterator[tuple[Path, Path, str]]:
     """(prefix of unread keys, key whose value is the cause, reason) in a run with a teacher."""
     own = config.teacher
     if own.source != "folder":
-        yield ("teacher", "path"), SOURCE, f"source is {own.source}"
+        for key in ("path", "paths"):
+            yield ("teacher", key), SOURCE, f"source is {own.source}"
     if own.source != "policy":
         yield ("teacher", "sync_every"), SOURCE, f"source is {own.source}"
     if own.is_trainer:

@@ -12,6 +12,8 @@ from hpcrl.spec.problems import Path, Problem, dotted
 def check_teacher_paths(config: Config) -> Iterator[Problem]:
     """Report two ways to name teachers, and weights of a domain that no teacher judges."""
     teacher = config.teacher
+    if teacher.source != "folder":
+        return
     if teacher.path is not None and teacher.paths:
         text = "teacher.path is given, too; give one of them (teacher.paths.default is for all other domains)"
         yield Problem(PATHS, f"{dotted(PATHS)}: {text}", (PATH,))
@@ -35,6 +37,8 @@ def lacks_teacher(config: Config, domain: str) -> str:
 
 def unread_teachers(config: Config) -> Iterator[tuple[Path, Path, str]]:
     """(key, key whose value is the cause, reason) of teachers from which no domain learns."""
+    if config.teacher.source != "folder":  # nothing reads any of them
+        return
     others = [domain for domain in config.loss if domain not in config.teacher.paths]
     for domain in config.teacher.paths:
         if domain != DEFAULT and not config.loss_of(domain).divergence:

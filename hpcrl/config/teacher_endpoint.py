@@ -11,8 +11,15 @@ from pydantic import AfterValidator, Field
 from hpcrl.spec.fields import Count, Seconds, Section
 
 
-def _without_secrets(url: str) -> str:
-    parts = urllib.parse.urlsplit(url)
+def _address(url: str) -> str:
+    expected = "an address such as http://HOST:8000/v1"
+    try:
+        parts = urllib.parse.urlsplit(url)
+        _ = parts.port  # ValueError if it is none
+    except ValueError as error:
+        raise ValueError(f"expected {expected} ({error})") from error
+    if not re.fullmatch(r"https?://[^\s/]+\S*", url) or not parts.hostname:
+        raise ValueError(f"expected {expected}")
     if parts.username is not None or parts.query or parts.fragment:
         text = "expected an address without user name, query and fragment, which the run folder would show"
         raise ValueError(f"{text} (a key: teacher.endpoint.api_key_env)")
@@ -25,7 +32,7 @@ def _variable(name: str) -> str:
     return name
 
 
-EndpointUrl = Annotated[str, Field(pattern=r"^https?://[^\s/]+[^\s]*$"), AfterValidator(_without_secrets)]
+EndpointUrl = Annotated[str, AfterValidator(_address)]
 
 
 class TeacherEndpoint(Section):

@@ -12,7 +12,9 @@ PATH, PATHS = ("teacher", "path"), ("teacher", "paths")
 
 
 def teacher_folders(teacher: TeacherConfig) -> dict[Path, str]:
-    """Key -> folder of every teacher, as given; a folder may have several keys."""
+    """Key -> folder of every teacher, as given; a folder may have several keys. Empty with another source."""
+    if teacher.source != "folder":  # a recipe may name folders that the command line replaces
+        return {}
     if teacher.path is not None:
         return {PATH: teacher.path}
     return {(*PATHS, domain): folder for domain, folder in teacher.paths.items()}
@@ -33,7 +35,7 @@ def teachers(teacher: TeacherConfig) -> list[str]:
 
 def teacher_of(teacher: TeacherConfig, domain: str) -> int | None:
     """The number of the teacher that judges a domain's rows; None: none does."""
-    if teacher.path is not None or not teacher.paths:
+    if teacher.path is not None or not teacher_folders(teacher):
         return 0
     key = (*PATHS, domain if domain in teacher.paths else DEFAULT)
     return next((number for number, keys in enumerate(keys_of_teachers(teacher).values()) if key in keys), None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from hpcrl.config import Config
@@ -16,23 +16,37 @@ from hpcrl.data.rows import ChecksRows, Row, columns_of
 
 @dataclass(frozen=True)
 class PrivilegedContext:
-    """A template (teacher.context), and the most tokens of a prompt that is made with it."""
+    """A template (teacher.context), and the most tokens of a prompt that is made with it.
+
+    Args:
+        untaught: Domain -> whether it learns from no teacher, so its rows need none of the template's values; `default`
+            is for all other domains.
+    """
 
     template: str
     max_tokens: int
+    untaught: Mapping[str, bool] = field(default_factory=dict)
 
     @classmethod
     def of(cls, config: Config) -> PrivilegedContext | None:
         """That of the run's teacher; None if it reads the policy's prompts."""
         if not config.uses_teacher or config.teacher.context is None:
             return None
-        return cls(config.teacher.context, config.teacher_prompt_tokens)
+        names = ("default", *config.loss)
+        untaught = {name: not config.loss_of(name).divergence for name in names}
+        return cls(config.teacher.context, config.teacher_prompt_tokens, untaught)
+
+    def is_read(self, domain: str) -> bool:
+        """Whether a domain's rows have the template; otherwise the teacher would read the policy's prompt."""
+        return not self.untaught.get(domain, self.untaught.get("default", False))
 
     def messages(self, row: Row, where: str) -> Messages:
-        """The row's messages with the template in place of the last user message. BadRow, with `where`, if the row
-        lacks a value that the template reads, or has images."""
+        """The row's messages, with the template in place of the last user message if its domain is taught. BadRow, with
+        `where`, if the row lacks a value that the template reads, or has images."""
         if row.images:
             raise BadRow(f"{where}: the row has images, and a teacher with teacher.context reads only text")
+        if not self.is_read(row.domain):
+            return row.messages
         last = max((n for n, said in enumerate(row.messages) if said["role"] == "user"), default=None)
         if last is None:
             raise BadRow(f"{where}: no user message for teacher.context; leave the row out, or use null")

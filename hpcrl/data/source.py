@@ -252,6 +252,8 @@ class PromptSource:
         if self._context is None:
             return encoded
         messages = self._context.messages(parsed, self._rows.where(row))
+        if not self._context.is_read(parsed.domain):
+            return encoded._replace(teacher_ids=tuple(encoded.token_ids))
         try:
             text = render(self._tokenizer, messages, parsed.tools, **parsed.variables)
         except TemplateRefusal as error:

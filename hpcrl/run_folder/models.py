@@ -42,6 +42,9 @@ def folders_of(config: Mapping[str, Any]) -> dict[str, str]:
     """Key (such as model.path or teacher.paths.DOMAIN) -> folder."""
     sections = {section: config.get(section) or {} for section in SECTIONS}
     found = {f"{section}.path": path for section, own in sections.items() if (path := own.get("path"))}
+    if sections["teacher"].get("source", "folder") != "folder":  # nothing reads a recipe's folders
+        found.pop("teacher.path", None)
+        return found
     of_domains = sections["teacher"].get("paths") or {}
     return found | {f"teacher.paths.{domain}": folder for domain, folder in of_domains.items()}
 
@@ -77,12 +80,15 @@ def weights_of(config: Mapping[str, Any]) -> dict[str, dict[str, str]]:
 
 
 def _reads_model_again(config: Mapping[str, Any]) -> bool:
-    """Whether model.path counts at a resume: the run trains no model, or compares the policy with this one."""
+    """Whether model.path counts at a resume: the run trains no model, compares the policy with this one, or has it as
+    the first teacher (teacher.sync_every)."""
     try:
         own = parse(dict(config))
     except ConfigError:
         return False  # of another version
-    return not own.pipeline_spec.trains or (own.uses_reference and own.reference.path is None)
+    is_reference = own.uses_reference and own.reference.path is None
+    is_teacher = own.uses_teacher and own.teacher.source == "policy" and not own.teacher.is_trainer
+    return not own.pipeline_spec.trains or is_reference or is_teacher
 
 
 def _sampled(file: Path) -> str:

@@ -14,14 +14,14 @@ from hpcrl.config.teacher import TeacherConfig
 from hpcrl.data import PromptSource, parse_row
 from hpcrl.data.files import BadRow
 from hpcrl.data.privileged import PrivilegedContext, with_context_check
-from hpcrl.data.rows import Row, read_splits
+from hpcrl.data.rows import RawContext, Row, read_splits
 
 ALL = PrivilegedContext("{prompt}\nThe answer is \\boxed{{{answer}}}, \\boxed{}.\nHint: {hint} {{prompt}}", 100)
 ANSWER = PrivilegedContext("{prompt} ({answer})", 100)
 
 
 def row_of(raw: dict[str, Any]) -> Row:
-    return parse_row(raw, DataConfig(), None, "rows.jsonl:7")
+    return parse_row(raw, RawContext(DataConfig(), "rows.jsonl:7"))
 
 
 def test_the_last_user_message_becomes_the_template() -> None:
@@ -97,3 +97,19 @@ def test_a_launch_names_the_first_row_that_lacks_a_column(tmp_path: Path) -> Non
     assert problems == [
         f"{path}:{line}: no hint, which teacher.context reads; the row has no keys (null: hint)" for line in (4, 5)
     ], "validation rows need no hint"
+
+
+def test_rows_of_a_domain_that_learns_from_no_teacher_need_no_value(tokenizer: Any, write_jsonl: Any) -> None:
+    rows = [{"prompt": "2+2?", "answer": "4", "tag": "math"}, {"prompt": "Hello?" * 9, "tag": "chat"}]
+    data = DataConfig(train=write_jsonl("a.jsonl", *rows), domain_key="tag", shuffle=False, max_prompt_tokens=40)
+    truncated = data.model_copy(update={"overlong_prompts": "truncate"})
+    given = {"pipeline": "distill", "model": {"path": "m"}, "teacher": {"path": "t", "context": "{prompt} ({answer})"}}
+    config = parse({**given, "loss": {"chat": {"divergence": 0, "ce": 1}}}).model_copy(update={"data": truncated})
+    assert read_splits(truncated, 0, with_context_check(config, {}))[1] == []
+    source = PromptSource(truncated, "train", tokenizer, 0, 2, PrivilegedContext.of(config))
+    math, chat = sorted((source.next() for _ in rows), key=lambda prompt: prompt.row)
+    assert tokenizer.decode(math.teacher_ids) == "<|im_start|>user\n2+2? (4)<|im_end|>\n<|im_start|>assistant\n"
+    assert chat.teacher_ids == tuple(chat.token_ids) and len(chat.token_ids) == 40, "truncated alike"
+    taught = parse(given).model_copy(update={"data": truncated})
+    _, problems = read_splits(truncated, 0, with_context_check(taught, {}))
+    assert ["a.jsonl:2: no answer, which teacher.context reads" in line for line in problems] == [True]

@@ -236,3 +236,10 @@ def test_a_pipelines_own_rows_are_surveyed(tmp_path: Path, capsys: pytest.Captur
             assert [found[f"data.{split}"]["num_refused"] for split in ("train", "val")] == [0, 1]
     assert main([path, *of_model, "rm.rows=stairs"]) == 2
     assert capsys.readouterr().err.startswith("hpcrl data: rm.rows: Input should be 'pairs', 'scores' or 'steps'")
+
+
+def test_a_wrong_key_of_the_pipeline_is_told_with_its_value(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path / "rows.jsonl", {"prompt": "a"})
+    assert main(["pipeline=reward_model", "rm.heads=0", f"data.train={path}"]) == 2
+    told = "rm.heads: expected a list of names or a number from 1 to 9999, got 0"
+    assert capsys.readouterr().err == f"hpcrl data: {told}\n"

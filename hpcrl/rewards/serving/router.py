@@ -234,6 +234,8 @@ def _check_losses(config: Config, rows: Mapping[Split, RowSet]) -> list[str]:
 
 def _check_teachers(config: Config, domains: Sequence[str]) -> list[str]:
     """Reports teachers of domains without a row to train on, and domains that learn from a teacher and have none."""
+    if config.teacher.source != "folder":
+        return []
     key, otherwise = "teacher.paths", "teacher.paths.default is for all domains without their own"
     wrong = [name for name in config.teacher.paths if name not in (*domains, DEFAULT)]
     problems = [f"{key}.{name}: {_no_row_of(name, domains, key, otherwise, 'data.train')}" for name in wrong]
