@@ -254,7 +254,8 @@ def _wrong_shapes(found: ModelFolder) -> Iterator[str]:
     expected = {p.name: p.shape for p in shape.parameters if p.split != "expert"}
     if HEAD in shapes:
         expected.pop("lm_head.weight", None)
-        expected[HEAD] = (len(labels_in(config)), shape.hidden_size)
+        named = "id2label" in config or "num_labels" in config  # else the head of a critic, with one value
+        expected[HEAD] = (len(labels_in(config)) if named else 1, shape.hidden_size)
     for name, wanted in expected.items():
         if name not in shapes:
             yield f"{name} is missing from the weights"
