@@ -242,10 +242,8 @@ class TrainerRole(EngineRole):
         dtype = getattr(torch, self._worker.config.of_teacher().model.dtype)
         device = "cuda" if torch.cuda.is_available() else "cpu"
         objective = self._algorithm.objective
-        objective.teacher_head, objective.further_heads = (
-            None,
-            (),
-        )  # frees the old ones' memory before the new ones need it
+        # The old ones' memory is free before the new ones need it.
+        objective.teacher_head, objective.further_heads = None, ()
         heads = [read_teacher_head(folder, dtype, device) for folder in folders]
         objective.teacher_head, objective.further_heads = heads[0], tuple(heads[1:])
 
