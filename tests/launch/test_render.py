@@ -53,6 +53,7 @@ RUNNABLE = {
     "dpo_tiny",
     "dpo_7b",
     "online_dpo_tiny",
+    "reward_model_tiny",
 }
 OF_DEMO = {"distill_tiny": ("model.path", "teacher.path"), "online_dpo_tiny": ("model.path",)}
 """Recipe -> keys of its models that are results of `make demo`."""

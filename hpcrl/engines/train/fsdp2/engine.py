@@ -452,7 +452,8 @@ class FSDP2Engine:
         split = self._split(micro_batches, batch.num_sequences)
         computed = [compute(batch.select(rows)) for rows in split]
         self._reshard()
-        return assemble_rows(batch, split, to_host(computed), computed[0].cpu() if computed else torch.zeros(0))
+        found = to_host(computed)
+        return assemble_rows(batch, split, found, found[0] if found else torch.zeros(0))
 
     # ---- teaching
 
