@@ -19,6 +19,7 @@ from hpcrl.models.shape import decoder_keys
 from hpcrl.rollout.batch import Batch, MicroBatches
 from hpcrl.spec.trajectory import FIELDS
 from hpcrl.workers.mixing import unfilled
+from hpcrl.workers.self_teaching import judge
 from hpcrl.workers.teacher_reading import judge_reading
 from hpcrl.workers.trainer import EngineRole
 
@@ -75,16 +76,11 @@ class TeacherRole(EngineRole):
 
     def _judge(self, batch: Batch, command: Teach) -> Sequence[Tensor | None]:
         """The values of the form's fields; None on ranks that hold no outputs."""
-        teacher, temperature = self._worker.config.teacher, self._algorithm.objective.temperature
-        micro_batches = command.micro_batches
-        engine: Any = self.engines[command.teacher]  # its specification declares the forms (TrainEngineSpec.teaches)
-        match teacher.form:
-            case "sampled":
-                return [self._logprobs(engine, self._nums_rows[command.teacher], batch, micro_batches, temperature)]
-            case "top_k":
-                return engine.top_k(batch, micro_batches, teacher.top_k, temperature) or [None, None]
-            case "full":
-                return [engine.final_states(batch, micro_batches)]
+        config, temperature = self._worker.config, self._algorithm.objective.temperature
+        engine, micro_batches = self.engines[command.teacher], command.micro_batches
+        if config.teacher.form == "sampled":
+            return [self._logprobs(engine, self._nums_rows[command.teacher], batch, micro_batches, temperature)]
+        return judge(config, engine, batch, micro_batches, temperature)
 
     def _logprobs(
         self, engine: TrainEngine, num_rows: int | None, batch: Batch, micro_batches: MicroBatches, temperature: float
