@@ -103,6 +103,17 @@ class Start:
             if environ.get(MARK) == self.mark and running and (not module or module in words):
                 yield process
 
+    @contextlib.contextmanager
+    def held(self, rank: int) -> Iterator[None]:
+        """Inside, a rank is stopped; it continues afterwards unless it was killed."""
+        process = psutil.Process(self.ranks[rank])
+        process.suspend()
+        try:
+            yield
+        finally:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.resume()
+
     def kill(self, rng: random.Random | None = None) -> None:
         """SIGKILL to every process, in random order."""
         while found := self.processes():

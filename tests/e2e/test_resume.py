@@ -325,8 +325,10 @@ def test_a_signal_stops_at_a_step_boundary(runs: Runs) -> None:
         assert f"stopped by {number.name} after step {stopped_at}, everything is saved" in start.text
         assert [row["step"] for row in read_metrics(runs.folder / "signalled")] == list(range(stopped_at + 1))
     start = runs.start("signalled")
-    start.wait_until(lambda: len(start.processes()) == 4)
-    start.process.send_signal(signal.SIGINT)
+    start.wait_until(lambda: 1 in start.ranks)
+    with start.held(1):  # without this rank no step begins
+        start.process.send_signal(signal.SIGINT)
+        start.wait_until(lambda: "SIGINT: stopping" in start.text)
     assert start.wait() == ExitCode.INTERRUPTED, start.text
     assert not start.processes() and "ended by SIGINT before a step boundary" in start.text
     assert differences(remains(runs.finish("signalled")), runs.undisturbed) == []
