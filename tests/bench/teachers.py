@@ -61,10 +61,10 @@ def _distilled(form: str, beta: float) -> Learning:
     return Learning([*words, "trainer.max_grad_norm=1.0"], 30)
 
 
-def _reward_model(model: str, pairs: str, batch: int, lr: str) -> Learning:
+def _reward_model(model: str, pairs: str, batch: int, lr: str, warmup: int, steps: int, eval_every: int) -> Learning:
     words = ["+experiment=reward_model_tiny", "layout.trainer.num_ranks=1", f"rm.batch_size={batch}"]
     words += [f"data.train={pairs}", "data.val=$held_out", f"trainer.lr={lr}", "trainer.lr_schedule=linear"]
-    return Learning([*words, "trainer.lr_warmup_steps=20"], 400, eval_every=50, model=model)
+    return Learning([*words, f"trainer.lr_warmup_steps={warmup}"], steps, eval_every=eval_every, model=model)
 
 
 def _scored(model: str, *words: str) -> Learning:
@@ -85,8 +85,8 @@ RUNS = {
     "full_1": _distilled("full", 1.0),
     "top_k_0": _distilled("top_k", 0.0),
     "dpo": Learning(["+experiment=demo_dpo", "data.train=$answers"], 100, eval_every=20),
-    "own_pairs_model": _reward_model("$model", "$pairs", 128, "4e-3"),
-    "reward_model": _reward_model("$larger", "$mixed", 64, "2e-3"),
+    "own_pairs_model": _reward_model("$model", "$pairs", 128, "4e-3", warmup=20, steps=400, eval_every=50),
+    "reward_model": _reward_model("$larger", "$mixed", 64, "1e-3", warmup=50, steps=1200, eval_every=100),
     "on_own_pairs": _scored("$own_pairs_model", "algorithm.kl_reward_coef=0.1"),
     "scored": _scored("$reward_model", "trainer.lr=3e-4", "algorithm.kl_reward_coef=1e-12"),  # the KL is only measured
     "scored_kl": _scored("$reward_model", "trainer.lr=3e-4", "algorithm.kl_reward_coef=0.15"),
