@@ -39,6 +39,13 @@ SIZES = {"num_heads": 2, "num_kv_heads": 1, "intermediate_size": 16}
             "loss: the distill pipeline learns from a teacher",
         ),
         (DISTILL, "teacher.path: there is no model to learn from; give a folder in HF layout"),
+        *(
+            (
+                [*DISTILL, "debug=fake", f"teacher.form={form}"],
+                f"teacher.form: {form} compares vocabularies, and the trainer of debug=fake has none; use sampled",
+            )
+            for form in ("top_k", "full")
+        ),
         ([*ADDED, MODELS[0]], "teacher.path: there is no model to learn from; give a folder in HF layout"),
         (
             [*DISTILL, MODELS[1]],
