@@ -214,8 +214,11 @@ def _teacher(config: Config) -> Iterator[Problem]:
         yield from _without_policy("teacher", config, ("endpoint", "url"))
         return
     if config.teacher.source == "folder" and not teachers(config.teacher):
-        text = "there is no model to learn from; give a folder in HF layout with the policy's tokenizer, or an endpoint"
-        involved = (("teacher", "paths"), ("algorithm",), ("pipeline",))
+        text = (
+            "there is no model to learn from; give a folder in HF layout with the policy's tokenizer, or folders of "
+            "domains (teacher.paths), a server (teacher.endpoint) or the policy itself (teacher.source)"
+        )
+        involved = (*(("teacher", key) for key in ("paths", "endpoint", "source")), ("algorithm",), ("pipeline",))
         yield Problem(("teacher", "path"), f"teacher.path: {text}", involved)
         return
     yield from check_teacher_paths(config)

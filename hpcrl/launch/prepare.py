@@ -260,8 +260,8 @@ def _check_reference(reading: LoadedConfig, config: Config, policy: ModelFolder 
 
 def _check_teachers(reading: LoadedConfig, config: Config, policy: ModelFolder | None) -> Config:
     """The configuration with the folders of teacher.path or teacher.paths in place of hub names."""
-    both = config.teacher.path is not None and config.teacher.paths
-    if not config.uses_teacher or config.teacher.source != "folder" or both:
+    two_ways = config.teacher_endpoint is not None or (config.teacher.path is not None and config.teacher.paths)
+    if not config.uses_teacher or config.teacher.source != "folder" or two_ways:
         return config
     teacher, places = config.teacher, dict[KeyPath, str]()
     for folder, keys in keys_of_teachers(teacher).items():

@@ -234,7 +234,7 @@ def _check_losses(config: Config, rows: Mapping[Split, RowSet]) -> list[str]:
 
 def _check_teachers(config: Config, domains: Sequence[str]) -> list[str]:
     """Reports teachers of domains without a row to train on, and domains that learn from a teacher and have none."""
-    if config.teacher.source != "folder":
+    if config.teacher.source != "folder" or config.teacher.endpoint.url is not None:  # nothing reads them
         return []
     key, otherwise = "teacher.paths", "teacher.paths.default is for all domains without their own"
     wrong = [name for name in config.teacher.paths if name not in (*domains, DEFAULT)]
