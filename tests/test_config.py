@@ -756,6 +756,14 @@ def test_a_key_that_nothing_reads_is_refused_if_the_user_set_it(words: list[str]
     assert len(found) == 1 and found[0].startswith(line), found
 
 
+@pytest.mark.parametrize(
+    "key",
+    ["teacher.endpoint.model", "teacher.path", "teacher.paths.math", "reference.path", "model.path", "critic.path"],
+)
+def test_an_empty_path_is_called_empty(key: str) -> None:
+    assert problems(f"{key}=")[0].startswith(f"{key}: empty; give a value, or leave the key out (override '{key}='")
+
+
 def test_train_only_reads_evaluation_keys_and_the_batch_size_of_rollout() -> None:
     alone, read = ["debug=train_only", "load_rollouts=runs/demo"], {"num_prompts", "group_size", "min_replicas"}
     read |= {"max_new_tokens", "temperature", "top_p", "top_k", "min_p", "stop"}

@@ -6,9 +6,9 @@ import re
 import urllib.parse
 from typing import Annotated
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator
 
-from hpcrl.spec.fields import Count, Seconds, Section
+from hpcrl.spec.fields import Count, NonEmpty, Seconds, Section
 
 
 def _address(url: str) -> str:
@@ -41,7 +41,7 @@ class TeacherEndpoint(Section):
 
     url: EndpointUrl | None = None
     """Address of the server, including /v1; null: the teacher is a folder."""
-    model: Annotated[str, Field(min_length=1)] | None = None
+    model: NonEmpty | None = None
     """Name of the model at the endpoint."""
     api_key_env: Annotated[str, AfterValidator(_variable)] | None = None
     """Environment variable with the endpoint's key; null: no key."""
