@@ -33,6 +33,12 @@ BEHIND = [f"teacher.endpoint.url={URL}", "teacher.endpoint.model=large"]
         ),
         ([*DISTILL, *BEHIND, "teacher.form=full"], "teacher.form: full, but an endpoint gives no hidden states; use"),
         (
+            [*DISTILL, *BEHIND, "teacher.form=top_k", "teacher.endpoint.protocol=openai"],
+            "teacher.form: top_k, but the protocol openai names tokens by their texts, not by ids; use sampled, or",
+        ),
+        ([*DISTILL, *BEHIND, "teacher.endpoint.protocol=tgi"], "teacher.endpoint.protocol: expected 'vllm', 'sglang'"),
+        ([*DISTILL, "teacher.endpoint.protocol=sglang"], "teacher.endpoint.protocol: not read here, teacher.endpoint"),
+        (
             [*DISTILL, *BEHIND, "rollout.temperature=0.7"],
             "rollout.temperature: 0.7, but an endpoint's log-probs are at",
         ),
