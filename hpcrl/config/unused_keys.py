@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from hpcrl.config.engines import LoRAConfig, TrainerConfig
 from hpcrl.config.own_objective import unread_with_objective
 from hpcrl.config.part_names import section_name
+from hpcrl.config.roles import check_unused_ranks
 from hpcrl.config.rollout import DomainRolloutConfig
 from hpcrl.config.scalar_heads import CriticConfig
 from hpcrl.config.schema import Config
@@ -59,7 +60,8 @@ def check_unused_keys(config: Config, given: Mapping[Path, bool], chosen: Iterab
                 if on_command_line or not Problem(cause, "").touches(by_hand):
                     problems.append(Problem(path, f"{dotted(path)}: not read here, {why}", (cause,)))
                 break
-    return problems
+    reported = {problem.path for problem in problems}
+    return problems + [found for found in check_unused_ranks(config, by_hand) if found.path not in reported]
 
 
 def _unread(config: Config) -> Iterator[tuple[Path, Path, str]]:

@@ -292,9 +292,9 @@ class Values(Message):
 
 
 class SendTokens(Message):
-    """Send one token field of a batch to the ranks of the role `dest`, by the moves from or to this rank. `width`: of a
-    field of any width (hpcrl.spec.trajectory.Field), numbers per token, which are sent only for tokens in loss_mask; 0:
-    as declared, for all tokens."""
+    """Send one token field of a batch to the ranks of the role `dest`, by the moves from or to this rank. A field that
+    training fills (hpcrl.spec.trajectory.Origin) is sent only for tokens in loss_mask, outside of which it is 0.
+    `width`: numbers per token of a field of any width; 0: as declared."""
 
     batch: int
     group: str

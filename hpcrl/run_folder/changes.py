@@ -44,7 +44,7 @@ MAY_CHANGE = (
     "profile",
     *(
         f"teacher.endpoint.{key}"
-        for key in ("url", "api_key_env", "timeout_s", "retry_s", "backoff_s", "max_in_flight")
+        for key in ("url", "protocol", "api_key_env", "timeout_s", "retry_s", "backoff_s", "max_in_flight")
     ),
     "trainer.max_mismatch",
     "trainer.engine",
