@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
+from hpcrl.config.cluster import GPU_OPTIONS
 from hpcrl.config.engines import LoRAConfig, TrainerConfig
 from hpcrl.config.own_objective import unread_with_objective
 from hpcrl.config.part_names import section_name
@@ -126,10 +127,15 @@ def _unread_of_sections(config: Config) -> Iterator[tuple[Path, Path, str]]:
     if config.cluster.container == "none":
         for key in ("image", "mounts"):
             yield ("cluster", key), ("cluster", "container"), "the ranks run in no container"
+    if set(GPU_OPTIONS) & set(config.cluster.sbatch_options):
+        asks, text = ("cluster", "sbatch_options"), "cluster.sbatch_options requests the GPUs"
+        yield ("cluster", "gpu_request"), asks, text
+        yield from ((("cluster", "components", name, "gpu_request"), asks, text) for name in config.cluster.components)
     for name, spec in config.cluster.components.items():
         if not spec.gpus_per_node:
             at = ("cluster", "components", name)
-            yield (*at, "gpu_type"), (*at, "gpus_per_node"), "the component requests no GPUs"
+            for key in ("gpu_type", "gpu_request"):
+                yield (*at, key), (*at, "gpus_per_node"), "the component requests no GPUs"
     if not config.timeline.enabled:
         yield ("timeline", "keep_steps"), ("timeline", "enabled"), "nothing is recorded"
     if not config.profile.steps:
