@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from hpcrl.report import alerts, curves, overview, samples, timeline
+from hpcrl.report import alerts, cost, curves, overview, samples, timeline
 
 SECTIONS: tuple[ModuleType, ...] = (
     overview,
+    cost,
     alerts,
     curves,
     samples,
