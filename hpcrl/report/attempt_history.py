@@ -193,5 +193,5 @@ def _time_of(line: str) -> float | None:
 def _seconds(text: object) -> float | None:
     try:
         return datetime.fromisoformat(text).timestamp() if isinstance(text, str) else None
-    except ValueError:
+    except (ValueError, OverflowError):  # OverflowError: a year that no timestamp has
         return None

@@ -97,10 +97,14 @@ def measured_in_words(split: HoursSplit) -> str:
     """What of the split is measured, and what is apportioned."""
     if not split.read:
         return "no timeline was read, so steps are not divided"
-    return (
+    told = (
         f"work measured in {split.read} of {split.steps} steps ({split.share:.1%} of their time), apportioned to the "
         "other steps of their kind; times of steps, starts and losses are measured"
     )
+    more = sum(split.phases.values()) - split.total
+    if split.total and more > 0.01 * split.total:
+        told += f"; {_number(more)} {split.unit} more than the attempts' times, which lack some or are wrong"
+    return told
 
 
 def as_json(hours: RunHours, split: HoursSplit | None) -> dict[str, Any]:
@@ -139,6 +143,7 @@ def as_json(hours: RunHours, split: HoursSplit | None) -> dict[str, Any]:
         if split is None
         else {
             "unit": split.unit,
+            "total": split.total,
             "phases": split.phases,
             "roles": [{"roles": role.roles, "ranks": role.ranks, "hours": role.hours} for role in split.roles],
             "idle": split.idle,

@@ -74,6 +74,7 @@ class HoursSplit:
 
     Args:
         unit: `GPU-hours` or `rank-hours`.
+        total: All hours of the attempts and jobs; the phases have more if times of attempts are unknown.
         phases: Phase -> hours, over all roles; what is not of steps follows those of steps.
         roles: The same for each role, only of steps that a timeline stands for.
         steps: How many steps count.
@@ -81,6 +82,7 @@ class HoursSplit:
     """
 
     unit: str
+    total: float
     phases: dict[str, float]
     roles: list[RoleHours]
     steps: int
@@ -125,19 +127,20 @@ def hours_split(run: RunFiles, hours: RunHours) -> HoursSplit | None:
         for each in found:
             for roles, (num, spent) in each.roles.items():
                 sizes[roles] = max(sizes.get(roles, 0), num)
-                total = used.setdefault(roles, defaultdict(float))
+                mine = used.setdefault(roles, defaultdict(float))
                 for phase, microseconds in spent.items():
-                    total[phase] += microseconds / 1e6 * kind.seconds / seconds / 3600
+                    mine[phase] += microseconds / 1e6 * kind.seconds / seconds / 3600
     counted = {roles: spent for roles, spent in used.items() if not on_gpus or _holds_model(roles)}
     listed = [
         RoleHours(", ".join(roles), sizes[roles], {phase: spent[phase] for phase in PHASES if spent[phase]})
         for roles, spent in counted.items()
     ]
     phases = {phase: value for phase in PHASES if (value := sum(role.hours.get(phase, 0.0) for role in listed))}
-    phases |= _outside(run, hours, on_gpus, steps_s - stood_for_s, sum(phases.values()))
+    total, outside = _outside(run, hours, on_gpus, steps_s - stood_for_s, sum(phases.values()))
+    phases |= outside
     unit = "GPU-hours" if on_gpus else "rank-hours"
     num_steps = int((run.metrics.steps > 0).sum())
-    return HoursSplit(unit, phases, listed, num_steps, read, read_s / steps_s if steps_s else 0.0)
+    return HoursSplit(unit, total, phases, listed, num_steps, read, read_s / steps_s if steps_s else 0.0)
 
 
 @dataclass(frozen=True)
@@ -181,7 +184,7 @@ def _read(run: RunFiles, step: int, most_bytes: int) -> tuple[StepHours | None, 
         if status.st_size > most_bytes:
             return None, 0
         return _of_file(path, status.st_mtime_ns, status.st_size), status.st_size
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, OverflowError) as error:  # OverflowError: an infinite duration
         run.problems.append(" ".join(str(error).split()))
         return None, 0
 
@@ -224,8 +227,10 @@ def _overlap(piece: LanePiece, spans: Sequence[tuple[int, int]]) -> int:
     return inside
 
 
-def _outside(run: RunFiles, hours: RunHours, on_gpus: bool, unshown_s: float, in_steps: float) -> dict[str, float]:
-    """Phase -> hours of what no timeline stands for; REST is what remains of all hours."""
+def _outside(
+    run: RunFiles, hours: RunHours, on_gpus: bool, unshown_s: float, in_steps: float
+) -> tuple[float, dict[str, float]]:
+    """All hours; and phase -> hours of what no timeline stands for, where REST is what remains of all hours."""
     past = {history.number: history for history in histories(run)}
     first_s = dict(zip(run.metrics.steps.tolist(), run.metrics.dense("time/step_total").tolist(), strict=True))
     ranks = 0 if on_gpus else _num_ranks(run)
@@ -242,7 +247,7 @@ def _outside(run: RunFiles, hours: RunHours, on_gpus: bool, unshown_s: float, in
         LEFT: left,
     }
     found[REST] = total - in_steps - sum(found.values())
-    return {phase: value for phase, value in found.items() if value > 1e-9}
+    return total, {phase: value for phase, value in found.items() if value > 1e-9}
 
 
 def _rate(attempt: AttemptHours, ranks: int) -> float:

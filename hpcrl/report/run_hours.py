@@ -27,13 +27,16 @@ from hpcrl.report.run_files import RunAttempt, RunFiles
 from hpcrl.run_folder import SLURM, SUBMITTED, world_folder
 from hpcrl.system.files import STEP_NAME
 
-LIVING = ("running", "ending", "starting", "suspended")
-"""States of a run (hpcrl.commands.status) whose newest attempt holds its nodes."""
+LIVING = ("running", "ending", "suspended", "stopped", "signaling", "resizing")
+"""States of a run (hpcrl.commands.status) in which its newest attempt holds its nodes, unless a record says how it
+ended; not `starting`, when the next attempt has not begun."""
 CLOCK_S = 5.0
 """An attempt may have begun this long before its job, by clocks of different hosts."""
 REUSED_S = 30 * 86400.0
 """A start that ended this long before the run's first attempt is of another job that had the same id."""
 JOULES_PER_KWH = 3.6e6
+MAX_STEP_S = 1e8
+"""A damaged row may have any number; three years are no step."""
 JOB_LOG = re.compile(r"job-(\d+)\.log")
 
 
@@ -162,14 +165,17 @@ def accounting_of(run: RunFiles, timeout_s: float = slurm.TRIAL_S) -> Accounting
         try:
             found += accounted_starts(jobs, cluster, timeout_s)
         except slurm.SlurmError as error:
-            missing = f"no accounting: {str(error).rpartition('; sacct: ')[2]}"
+            _, several, last = str(error).rpartition("; sacct: ")
+            missing = f"no accounting: {'sacct: ' if several else ''}{last}"
     return Accounting(tuple(found), missing or ("" if found or not clusters else "Slurm's accounting has no such job"))
 
 
 def submitted(run: RunFiles) -> set[int]:
-    """All jobs that were submitted for the run: of its newest submission, and those that have a log."""
+    """All jobs that were submitted for the run: of its newest submission, those that have a log, and those that own an
+    attempt. An attempt that belongs to a process ran inside a job of another purpose."""
     named = run.json(SUBMITTED).get("jobs")
     jobs = {job for job in (named if isinstance(named, list) else []) if _whole(job)}
+    jobs |= {job for each in run.attempts if "pid" not in each.owner and (job := _whole(each.owner.get("job")))}
     logs = (JOB_LOG.fullmatch(path.name) for path in run.entries(SLURM))
     return jobs | {int(log[1]) for log in logs if log}
 
@@ -178,7 +184,7 @@ def run_hours(run: RunFiles, now: float | None = None) -> RunHours:
     """The hours of a run, from its records and `run.accounting`; a living attempt counts until `now`."""
     now = time.time() if now is None else now
     drafts = _drafts(run, now)
-    first = min((draft.began for draft in drafts if draft.began is not None), default=now)
+    first = min((draft.began for draft in drafts if draft.began is not None), default=0.0)
     starts = [start for start in run.accounting.starts if (start.ended or now) > first - REUSED_S]
     jobs = _shared(starts, drafts, now)
     attempts = [_attempt(draft) for draft in drafts]
@@ -340,8 +346,7 @@ def _work(rows: Iterable[dict[str, Any]], by: AttemptHours) -> LostWork:
     times: dict[int, float] = {}
     for row in rows:
         if isinstance(step := row.get("step"), int) and step > 0:
-            parts = [row.get(name) for name in ("time/step_total", "time/val_step")]
-            times[step] = sum(part for part in parts if isinstance(part, int | float))
+            times[step] = sum(_seconds_of(row.get(name)) for name in ("time/step_total", "time/val_step"))
     seconds = sum(times.values())
     spent = by.spent.times(seconds / by.seconds) if by.seconds else SpentHours()
     return LostWork(len(times), seconds, spent)
@@ -379,6 +384,11 @@ def _all(spent: Iterable[SpentHours]) -> SpentHours:
 
 def _sum(one: float | None, other: float | None) -> float | None:
     return one if other is None else other if one is None else one + other
+
+
+def _seconds_of(value: object) -> float:
+    """A duration in a row of metrics; 0 for what is none."""
+    return float(value) if isinstance(value, int | float) and 0 <= value < MAX_STEP_S else 0.0
 
 
 def _whole(value: object, least: int = 1) -> int | None:

@@ -8,9 +8,9 @@ from hpcrl.report import alerts, cost, curves, overview, samples, timeline
 
 SECTIONS: tuple[ModuleType, ...] = (
     overview,
-    cost,
     alerts,
     curves,
     samples,
     timeline,
+    cost,
 )

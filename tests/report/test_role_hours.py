@@ -82,6 +82,7 @@ def test_timelines_stand_for_the_steps_of_their_kind(tmp_path: Path) -> None:
     assert seconds(split.phases) == of_steps | others
     assert sum(split.phases.values()) == pytest.approx(hours.total.gpu)
     assert "work measured in 4 of 30 steps (15.0% of their time)" in measured_in_words(split)
+    assert "more than" not in measured_in_words(split)
     text = "\n".join(in_full(hours, split))
     assert "GPU-hours by phase: work measured" in text and "\nidle: 50.0% of the GPU-hours of these steps\n" in text
     data = blocks(page([run]))["data-0-cost"]
@@ -95,12 +96,14 @@ def test_a_kind_without_a_timeline_is_not_divided(tmp_path: Path) -> None:
     split = hours_split(run, run_hours(run))
     assert split is not None and split.phases["steps without a timeline"] * 3600 == pytest.approx(8 * 36)
     assert "evaluate" not in split.phases and split.phases["train"] * 3600 == pytest.approx(27 * 3)
-    (folder / "timeline" / "step_000005.jsonl").write_text("{}\n")  # damaged
+    text = path_of(folder, 5).read_text()
+    path_of(folder, 6).write_text(text.replace('"seconds":10.0', '"seconds":1e400'))
+    path_of(folder, 5).write_text("{}\n")
     run = RunFiles(folder, "finished: x")
     split = hours_split(run, run_hours(run))
     assert split is not None and split.roles == [] and split.idle is None
     assert split.phases["steps without a timeline"] * 3600 == pytest.approx(8 * 306)
-    assert any("step_000005" in problem for problem in run.problems)
+    assert [problem.partition(", line 1")[0][-12:] for problem in run.problems] == ["000006.jsonl", "000005.jsonl"]
     assert measured_in_words(split) == "no timeline was read, so steps are not divided"
 
 
@@ -115,21 +118,24 @@ def test_a_run_without_gpus_counts_ranks(tmp_path: Path) -> None:
 
 
 def test_few_timelines_of_a_long_run_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """10,000 steps, of which the run kept every 50th timeline and the newest 50."""
+    """10,000 steps with some timelines, most of them of a validation."""
     folder = write_run(tmp_path / "run")
     rows = [
         {"step": step, "time/step_total": 10.0} | ({"time/val_step": 2.0} if step % 10 == 0 else {})
         for step in range(10_001)
     ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    write(folder, *(made(step, validates=step % 10 == 0) for step in (*range(50, 9_950, 50), *range(9_951, 10_001))))
+    write(folder, *(made(step, validates=step % 10 == 0) for step in (*range(500, 9_950, 500), *range(9_990, 10_001))))
     run = RunFiles(folder, "finished: x")
     began = time.process_time()
     split = hours_split(run, run_hours(run))
     assert time.process_time() - began < 5
     assert split is not None and split.read == 10 and split.steps == 10_000
     assert seconds(split.roles[0].hours)["train"] == 30_000.0
-    monkeypatch.setattr("hpcrl.report.role_hours.MAX_BYTES", 4 * path_of(folder, 50).stat().st_size)
+    # 28 h of steps on two GPUs do not fit into the attempts' 2.4 h on eight.
+    assert sum(split.phases.values()) > split.total == pytest.approx(8 * 8630 / 3600)
+    assert "GPU-hours more than the attempts' times" in measured_in_words(split)
+    monkeypatch.setattr("hpcrl.report.role_hours.MAX_BYTES", 4 * path_of(folder, 500).stat().st_size)
     run = RunFiles(folder, "finished: x")
     fewer = hours_split(run, run_hours(run))
     assert fewer is not None and 0 < fewer.read <= 4

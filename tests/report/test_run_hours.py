@@ -164,6 +164,10 @@ def test_an_allocation_of_another_purpose_counts_only_while_attempts_run(
     stand_in(monkeypatch, tmp_path / "bin", *HETJOB)
     folder = write_run(tmp_path / "run")
     (folder / "slurm" / f"job-{JOB}.log").unlink()  # hpcrl did not submit the job
+    assert accounting_of(RunFiles(folder)).starts  # but the run is all that the job does
+    (tmp_path / "bin" / "called.txt").unlink()
+    for path in (folder / "owners").iterdir():  # each attempt is one command among others
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"pid": 7, "process_start": 1.0}))
     run = RunFiles(folder, FINISHED)
     run.accounting = accounting_of(run)
     assert not (tmp_path / "bin" / "called.txt").exists()
@@ -216,6 +220,9 @@ def test_a_living_run_counts_until_now_and_names_what_is_not_saved(tmp_path: Pat
     hours = run_hours(RunFiles(folder, "requeued: job 50 waits"), now=BEGAN + 99999)
     assert hours.attempts[-1].seconds == 210.0 and hours.all_lost.steps == 5
     assert "5 step(s)" in lost_in_words(hours) and "checkpoint" not in lost_in_words(hours)
+    # The next start has no attempt yet: the third one does not hold its nodes.
+    hours = run_hours(RunFiles(folder, "starting: job 50 is running"), now=BEGAN + 99999)
+    assert hours.attempts[-1].seconds == 210.0 and hours.all_lost.steps == 5
     # Slurm does not answer: nothing is claimed of them.
     hours = run_hours(RunFiles(folder, "unknown: job 50: no answer"), now=BEGAN + 99999)
     assert hours.attempts[-1].seconds == 210.0 and (hours.all_lost.steps, hours.unsaved.steps) == (3, 2)
@@ -256,13 +263,14 @@ def test_damaged_and_missing_files(tmp_path: Path) -> None:
     (folder / "slurm" / "submitted.json").write_text('{"jobs": ["50", -1, null], "cluster": 3}')
     (folder / "abandoned" / "3" / "metrics.jsonl").write_text(
         '{"step": 13, "time/step_total": "x"}\n{"step": "a"}\n[]\n'
+        '{"step": 14, "time/step_total": 1e999, "time/val_step": -5}\n'
     )
     for path in (folder / "logs").rglob("*.log"):
         path.write_bytes(b"\xff\x00\n")
     run = RunFiles(folder, FINISHED)
     hours = run_hours(run)
     assert [each.seconds for each in hours.attempts] == [None, None, 8400.0]
-    assert hours.total == SpentHours() and hours.lost.steps == 1
+    assert hours.total == SpentHours() and (hours.lost.steps, hours.lost.seconds) == (2, 0.0)
     assert hours.notes[0] == "attempts 1, 2 are not counted: when they began or ended is unknown"
     assert any("config.yaml" in problem for problem in run.problems)
 
