@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import math
 import os
@@ -17,6 +18,10 @@ logger = logging.getLogger(__name__)
 
 DISK_BLOCK_BYTES = 512
 """The unit of st_blocks."""
+
+
+class NoRoomError(OSError):
+    """A checkpoint was not begun because it does not fit."""
 
 
 class Size(NamedTuple):
@@ -45,12 +50,12 @@ class Room:
         """`root` is the folder of the checkpoints, in a folder that exists; with `prune`, make() may delete some."""
         self._root, self._attempt, self._prune = root, attempt, prune
         self._quotas = quotas or Quotas(root.parent)
-        self._told = False
+        self._told = self._is_measured = False
         self.need: Size | None = None
 
     def measure(self, step: int) -> None:
         """Expect the next checkpoint to be as large as the one of this step."""
-        self.need = size_on_disk(self._root / step_name(step))
+        self.need, self._is_measured = size_on_disk(self._root / step_name(step)), True
 
     def foresee(self, kept: Callable[[], Collection[int]]) -> None:
         """Warn, once until it fits again, if the next checkpoint does not fit even if make() deletes all but those that
@@ -59,29 +64,33 @@ class Room:
         removable = self._removable(kept()) if lacking else []
         self._warn([] if self._prune and _covers(removable, lacking) else lacking, removable)
 
-    def make(self, kept: Callable[[], Collection[int]], was_refused: bool = False) -> None:
+    def make(self, kept: Callable[[], Collection[int]], was_refused: bool = False, anyway: bool = False) -> None:
         """Delete what killed attempts have left and then, oldest first, as many checkpoints as the next one needs, but
         none if all that are not `kept` would not suffice. After a save that `was_refused` for lack of room that nothing
-        shows, delete the oldest one. Called by rank 0 while nothing is written. OSError if something cannot be deleted.
+        shows, delete the oldest one. Called by rank 0 while nothing is written.
+
+        NoRoomError, unless `anyway`, if the next one still does not fit, by the size of the last one: to try would fill
+        the file system for all who write there. OSError if something cannot be deleted.
         """
         lacking = self._lacking()
         if (lacking or was_refused) and self._remove_leftovers():
             lacking = self._lacking()
         removable = self._removable(kept()) if lacking or was_refused else []
-        if not self._prune:
-            self._warn(lacking, removable)
-        elif was_refused and not lacking:
+        if self._prune and was_refused and not lacking:
             for step, _ in removable[:1]:
                 self._remove(step, "the last save was refused for lack of room")
-        elif lacking and _covers(removable, lacking):
+        elif self._prune and lacking and _covers(removable, lacking):
             why = self._text(lacking)
             while lacking:
                 step, size = removable.pop(0)
                 self._remove(step, why)
                 lacking = _after(lacking, size)
             self._quotas.forget()
-        else:
-            self._warn(lacking, removable)
+        self._warn(lacking, removable)
+        if lacking and self._is_measured and not anyway:
+            refused = NoRoomError(self._text(lacking))
+            refused.errno = errno.ENOSPC
+            raise refused
 
     def _lacking(self) -> list[tuple[Allowance, Size]]:
         """The limits that are too small, and by how much."""

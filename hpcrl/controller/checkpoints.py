@@ -246,7 +246,7 @@ class Checkpoints:
         began = time.perf_counter()
         self.check_owner()  # begin() removes other files of this step, which may be a newer attempt's
         with self._explained(step):
-            self._room.make(self._kept, was_refused=self._failures.lacked_room)
+            self._room.make(self._kept, was_refused=self._failures.was_refused, anyway=not copy)
             folder = begin(self._root, step, self._attempt)
             self.counters["seconds"] += time.time() - self._started
             self._started = time.time()

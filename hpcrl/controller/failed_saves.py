@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 
+from hpcrl.checkpoint.room import NoRoomError
 from hpcrl.controller.long_commands import Stalled
 from hpcrl.system.files import is_storage_error
 
@@ -14,12 +15,12 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
 class FailedSaves:
-    """Counts saves that fail in a row. `lacked_room` is whether the last one was refused for lack of room."""
+    """Counts saves that fail in a row. `was_refused` is whether the last one was begun and found no room."""
 
     def __init__(self, allowed: int):
         """`allowed` is how many in a row may fail before the run ends (max_failed_saves)."""
         self._allowed, self._worst = allowed, 0
-        self.in_row, self.lacked_room = 0, False
+        self.in_row, self.was_refused = 0, False
 
     def add(self, error: Exception) -> None:
         """Count a failure, which is `error`, with its cause; raises it if the run must end: too many have failed, or
@@ -29,7 +30,8 @@ class FailedSaves:
             raise error
         self.in_row += 1
         self._worst = max(self._worst, self.in_row)
-        self.lacked_room = isinstance(cause, OSError) and cause.errno in NO_ROOM
+        begun = not isinstance(cause, NoRoomError)
+        self.was_refused = begun and isinstance(cause, OSError) and cause.errno in NO_ROOM
         if self.in_row > self._allowed:
             raise error
         logger.warning(
@@ -42,7 +44,7 @@ class FailedSaves:
         """A checkpoint exists again."""
         if self.in_row:
             logger.info("saved again, after %d failed saves in a row", self.in_row)
-        self.in_row, self.lacked_room = 0, False
+        self.in_row, self.was_refused = 0, False
 
     def take_worst(self) -> int:
         """The most failures in a row since the last call, those before it included if there was no save since."""

@@ -150,10 +150,10 @@ def test_held_samples_that_are_refused_fail_the_save_only(tmp_path: Path, refusi
 def test_a_stalled_writer_is_given_up(tmp_path: Path, ranks: Ranks) -> None:
     checkpoints, root = make(tmp_path, ranks), tmp_path / "checkpoints"
     steps(checkpoints, 1, 2)
-    checkpoints.maybe_save(4)
     stopped = last_writer()
     stopped.suspend()
-    ranks.command_s = 0.5
+    checkpoints.maybe_save(4)
+    ranks.command_s = 2.0
     checkpoints.maybe_save(6)
     ranks.command_s = 60.0
     steps(checkpoints, 7, 7)
@@ -237,12 +237,29 @@ def test_kept_checkpoints_are_not_deleted_on_a_real_disk(
     assert steps_in(root) == [1, 2] and unfinished(root) == []
     assert checkpoints.take_stats()["checkpoint/failed"].total == 2
     said = capsys.readouterr().out
-    assert said.count("the next checkpoint needs") == 1 and "the file system leaves 0.9" in said
-    assert "or set prune_when_full=true, which deletes the oldest checkpoints" in said
+    assert said.count("or set prune_when_full=true, which deletes the oldest checkpoints") == 1
+    for step in (3, 4):
+        assert f"checkpoint of step {step} not written to {root}: the next checkpoint needs about 2.0" in said
+    assert said.count("but the file system leaves 0.9") == 3, "foreseen once, and twice not begun"
     again = make(disk, ranks, save_every=1)
     assert again.restore() == 2 and ranks.cursor == 20
     steps(again, 3, 3)
     assert steps_in(root) == [2, 3]
+
+
+def test_partial_files_on_a_real_disk_are_removed(disk: Path, ranks: Ranks, capsys: pytest.CaptureFixture[str]) -> None:
+    """The first save, whose size nobody knows yet; a stop is not put off, even if it cannot fit."""
+    checkpoints, root = on(disk, ranks), disk / "checkpoints"
+    ranks.weights = bytes(3 * MIB)
+    steps(checkpoints, 1, 2)
+    assert steps_in(root) == [] and unfinished(root) == [] and checkpoints.take_stats()["checkpoint/failed"].total == 2
+    assert "cannot be written: No space left on device; training goes on" in capsys.readouterr().out
+    ranks.weights = bytes(MIB)
+    steps(checkpoints, 3, 3)
+    (disk / "filler").write_bytes(bytes(2 * MIB))
+    with pytest.raises(NotSavedError, match=r"step 4 .*shard_\d cannot be written: No space left on device"):
+        checkpoints.save(4)
+    assert steps_in(root) == [3]
 
 
 def test_the_only_checkpoint_is_never_deleted(disk: Path, ranks: Ranks, capsys: pytest.CaptureFixture[str]) -> None:
