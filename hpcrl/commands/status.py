@@ -431,9 +431,15 @@ def _scores(run_dir: Path) -> list[str]:
 def _checkpoint(run: RunFolder, now: float) -> str:
     step = committed_step(run.folder)
     if step < 0:
-        return "no checkpoint yet"
+        return f"no checkpoint yet{_failed_saves(run, step)}"
     age = max(now - (run.folder / "checkpoints" / step_name(step) / "manifest.json").stat().st_mtime, 0.0)
-    return f"step {step}, {duration(age)} ago{_best(run.folder / 'checkpoints')}"
+    return f"step {step}, {duration(age)} ago{_best(run.folder / 'checkpoints')}{_failed_saves(run, step)}"
+
+
+def _failed_saves(run: RunFolder, step: int) -> str:
+    """How many saves have failed since the checkpoint of `step`."""
+    failed = run.rows[-1].get("checkpoint/failed") if run.rows and run.step > step else None
+    return f"; {failed:.0f} save(s) failed since" if failed else ""
 
 
 def _best(checkpoints: Path) -> str:

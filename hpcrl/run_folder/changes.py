@@ -31,6 +31,8 @@ MAY_CHANGE = (
     "save_every",
     "eval_every",
     "keep_checkpoints",
+    "prune_when_full",
+    "max_failed_saves",
     "keep_best",
     "resume",
     "dry_run",
