@@ -117,7 +117,8 @@ def _root_of(given: str, found: list[Path]) -> tuple[Path, str]:
     root, rest = Path(*before), "/".join(Path(given).expanduser().parts[len(before) :])
     if all(path.is_relative_to(root) for path in found):
         return root, rest
-    return _common(found), Path(given).name  # of a data set of the hub
+    snapshot = next(at for at in found[0].parents if at.parent.name == "snapshots")  # ORG/NAME/PATTERN of the hub
+    return snapshot, "/".join(Path(given).parts[2:])
 
 
 def _before_magic(path: Path) -> Iterator[str]:

@@ -155,7 +155,7 @@ def _add_parts(found: Collected) -> None:
             _replace(found, key, f"{code.add_file(Path(part[1]).expanduser())}:{part[2]}")
         elif part := PART.fullmatch(text):
             code.add_module(part[1])
-        elif key[0] in ("reward", "env") and _is_there(text):
+        elif key[0] in ("reward", "env") and key[-1] != "cache" and _is_there(text):
             place = Path(text).expanduser().absolute()
             target = files.setdefault(place, f"{FILES}/{len(files)}/{place.name}")
             inner = [place] if place.is_file() else sorted(each for each in place.rglob("*") if each.is_file())
