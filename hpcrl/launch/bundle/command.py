@@ -15,8 +15,8 @@ SHA-256, and the folder appears only when it is complete. Start with FOLDER/conf
     . FOLDER/env.sh; python -m hpcrl.launch --config FOLDER/config.yaml
 
 --check: reads an archive, or an unpacked folder, and compares every file with its SHA-256. --start also unpacks the
-archive for the moment, and starts the configuration with the network off: the checks of a launch, then one step if this
-machine can run it.
+archive for the moment, and starts the configuration with the network off: one step, or only the checks of a launch if
+this machine cannot run it.
 
 Exit code 0, or 2 on bad input, or 18 if a file cannot be written.
 """

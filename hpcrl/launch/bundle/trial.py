@@ -1,4 +1,4 @@
-"""Starts the configuration of an unpacked bundle with the network off: first the checks and the plan, then one step."""
+"""Starts the configuration of an unpacked bundle with the network off, for one step; or only checks it."""
 
 from __future__ import annotations
 
@@ -27,29 +27,30 @@ MAX_SHOWN_LINES = 20
 
 
 def start_offline(folder: Path, timeout_s: float) -> Iterator[str]:
-    """Lines about a dry run and a run of one step on this machine, in an empty folder, with the bundle's files only.
+    """Lines about a run of one step on this machine, in an empty folder, with the bundle's files only; or about a dry
+    run, if such a run is refused here before it starts, as on a login node without GPUs.
 
-    A machine on which such a run may not start, such as a login node without GPUs, is told, and is no error. ValueError
-    has the last lines of a start that failed, or says that it took longer than `timeout_s` seconds.
+    ValueError has the last lines of a start or dry run that failed, or says that it took longer than `timeout_s`
+    seconds.
     """
     folder = folder.absolute()
     with TemporaryDirectory(prefix="hpcrl-bundle-start-") as empty:
         here = Path(empty)
         (here / "start.yaml").write_bytes(write_config(_one_step(folder, here), None))
         words = ["--config", str(here / "start.yaml")]
-        code, output, how = _launch(folder, here, [*words, "dry_run=true"], timeout_s)
+        code, output, how = _launch(folder, here, words, timeout_s)
         yield how
+        if code == ExitCode.DONE:
+            yield "start: all checks and one step ended with exit code 0"
+            return
+        if code != ExitCode.BAD_INPUT or (here / "run").exists():
+            raise ValueError(f"{folder}: the start failed with exit code {code}:\n{_last(output)}")
+        reason = next((line for line in reversed(output.splitlines()) if line.strip()), "")
+        code, output, _ = _launch(folder, here, [*words, "dry_run=true"], timeout_s)
         if code != ExitCode.DONE:
             raise ValueError(f"{folder}: the dry run failed with exit code {code}:\n{_last(output)}")
-        yield "dry run: configuration, models and data were checked from the bundle only"
-        code, output, _ = _launch(folder, here, words, timeout_s)
-        if code == ExitCode.BAD_INPUT and not (here / "run").exists():  # refused before the start
-            reason = next((line for line in reversed(output.splitlines()) if line.strip()), "")
-            yield f"not started on this machine: {reason}"
-        elif code != ExitCode.DONE:
-            raise ValueError(f"{folder}: the start failed with exit code {code}:\n{_last(output)}")
-        else:
-            yield "start: one step ended with exit code 0"
+        yield f"not started on this machine: {reason}"
+        yield "dry run: all checks ended with exit code 0"
 
 
 def _one_step(folder: Path, here: Path) -> dict[str, Any]:

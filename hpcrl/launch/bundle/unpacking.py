@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import json
 import os
+import re
 import shlex
 import shutil
 import stat
@@ -33,6 +35,8 @@ from hpcrl.node.caches import kind_of_node, own_folder
 from hpcrl.system.clock import AwakeClock
 from hpcrl.system.files import backed_off_s, find_room, naming, rename_durably
 
+GROUP = re.compile(r"__grp__.*\.json")
+"""Files of Triton's cache with the absolute paths of a kernel's other files, which it does not find elsewhere."""
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
 """Variables with which Hugging Face's libraries ask no server."""
@@ -215,21 +219,33 @@ def install_caches(folder: Path, environ: Mapping[str, str]) -> int:
     if not source.is_dir() or target is None:
         return 0
     number = 0
-    for file in sorted(source.rglob("*")):
+    for file in sorted(source.rglob("*"), key=lambda file: (bool(GROUP.fullmatch(file.name)), file)):  # lists last
         place = target / kind / file.relative_to(source)
         if not file.is_file() or place.exists():
             continue
         place.parent.mkdir(parents=True, exist_ok=True)
         temporary = place.with_name(f".{place.name[:200]}.{os.getpid()}.tmp")
+        content = _moved_group(file, place.parent) if GROUP.fullmatch(file.name) else None
         with naming(place), file.open("rb") as opened:
+            blocks = iter(lambda: opened.read(BLOCK), b"") if content is None else iter([content])
             try:
-                _write(temporary, iter(lambda: opened.read(BLOCK), b""), Pace("copying", 0))
+                _write(temporary, blocks, Pace("copying", 0))
                 os.rename(temporary, place)
             except BaseException:
                 temporary.unlink(missing_ok=True)
                 raise
         number += 1
     return number
+
+
+def _moved_group(file: Path, folder: Path) -> bytes | None:
+    """The list of a kernel's files with their paths in `folder`; None if the file is no such list."""
+    try:
+        paths: dict[str, str] = json.loads(file.read_bytes())["child_paths"]
+        moved = {name: str(folder / Path(path).name) for name, path in paths.items()}
+    except (ValueError, TypeError, AttributeError, KeyError, RecursionError):
+        return None
+    return json.dumps({"child_paths": moved}).encode()
 
 
 def differences_of_versions(manifest: BundleManifest) -> Iterator[str]:
