@@ -12,7 +12,7 @@ from hpcrl.config import Config
 from hpcrl.data import READERS, parse_row, read_splits
 from hpcrl.data.places import find_rows
 from hpcrl.data.tasks import is_generated
-from hpcrl.launch.bundle.layout import DATA, Key, put, texts
+from hpcrl.launch.bundle.layout import DATA, ConfigKey, put, texts
 from hpcrl.launch.data_summary import find_vision
 from hpcrl.spec.benchmarks import BENCHMARKS, benchmark_name
 
@@ -25,10 +25,10 @@ class BundledData:
     """`files` maps paths in the bundle to files; `paths` are the places of values that are paths in the bundle."""
 
     files: dict[str, Path] = field(default_factory=dict)
-    paths: list[Key] = field(default_factory=list)
+    paths: list[ConfigKey] = field(default_factory=list)
     _roots: dict[Path, str] = field(default_factory=dict)
 
-    def add(self, data: dict[str, Any], key: Key) -> None:
+    def add(self, data: dict[str, Any], key: ConfigKey) -> None:
         """Add the files of the sources at `key` of a configuration, whose values become paths in the bundle. ValueError
         names the key of a source that cannot be read."""
         given: Any = data
@@ -45,7 +45,7 @@ class BundledData:
             except ValueError as error:
                 raise ValueError(f"{'.'.join(map(str, key))}: {error}") from error
 
-    def _add(self, data: dict[str, Any], at: Key, source: str | dict[str, Any]) -> None:
+    def _add(self, data: dict[str, Any], at: ConfigKey, source: str | dict[str, Any]) -> None:
         own: dict[str, Any] = source if isinstance(source, dict) else {"path": source}
         path = str(own["path"])
         if is_generated(path):

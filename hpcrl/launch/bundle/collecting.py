@@ -26,7 +26,7 @@ from hpcrl.launch.bundle.layout import (
     MODULES,
     WHEELS,
     BundleManifest,
-    Key,
+    ConfigKey,
     put,
     texts,
 )
@@ -64,7 +64,7 @@ class Collected:
 
     words: list[str]
     config: dict[str, Any]
-    paths: list[Key] = field(default_factory=list)
+    paths: list[ConfigKey] = field(default_factory=list)
     files: dict[str, Path] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
@@ -204,7 +204,7 @@ def compiled_code(folder: Path) -> dict[str, Path]:
     return {file.relative_to(folder).as_posix(): file for file in kept}
 
 
-def _replace(found: Collected, key: Key, path: str) -> None:
+def _replace(found: Collected, key: ConfigKey, path: str) -> None:
     put(found.config, key, path)
     found.paths.append(key)
 

@@ -27,7 +27,7 @@ MAX_MANIFEST_BYTES = 256 << 20
 MAX_PATH_BYTES, MAX_NAME_BYTES = 2048, 255
 CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
-Key = tuple[str | int, ...]
+ConfigKey = tuple[str | int, ...]
 """Where a value is in the configuration."""
 
 
@@ -142,7 +142,7 @@ def put(config: Any, key: Sequence[str | int], value: Any) -> None:
     config[key[-1]] = value
 
 
-def texts(value: Any, at: Key = ()) -> Iterator[tuple[Key, str]]:
+def texts(value: Any, at: ConfigKey = ()) -> Iterator[tuple[ConfigKey, str]]:
     """Every text in nested data, with its place."""
     if isinstance(value, str):
         yield at, value
