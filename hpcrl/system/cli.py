@@ -46,6 +46,10 @@ COMMANDS = {
         "hpcrl.launch.prefetch",
         "download a model or a data file on a machine with network access, for compute nodes without it",
     ),
+    "bundle": (
+        "hpcrl.launch.bundle.command",
+        "put all that a job reads into one archive; unpack it on a node, check it with the network off",
+    ),
 }
 """Name -> (module with main(argv), what it does)."""
 
