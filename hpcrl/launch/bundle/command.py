@@ -55,19 +55,24 @@ def main(argv: Sequence[str]) -> int:
         arguments = _parsed(argv)
         steps = _make if arguments.out else _unpack if arguments.unpack else _check
         for line in steps(arguments):
-            show(line)
+            show(_harmless(line))
     except ConfigError as error:
-        print(in_shell("\n".join(error.problems)), file=sys.stderr)
+        print(in_shell(_harmless("\n".join(error.problems))), file=sys.stderr)
         return ExitCode.BAD_INPUT
     except ValueError as error:
-        print(in_shell(f"hpcrl bundle: {error}"), file=sys.stderr)
+        print(in_shell(_harmless(f"hpcrl bundle: {error}")), file=sys.stderr)
         return ExitCode.BAD_INPUT
     except OSError as error:
-        print(f"hpcrl bundle: {error}", file=sys.stderr)
+        print(_harmless(f"hpcrl bundle: {error}"), file=sys.stderr)
         return ExitCode.NOT_SAVED if is_storage_error(error) else ExitCode.BAD_INPUT
     except KeyboardInterrupt:
         return ExitCode.INTERRUPTED
     return ExitCode.DONE
+
+
+def _harmless(text: str) -> str:
+    """The text without control characters, with which the names in an archive of others could change a terminal."""
+    return "".join(sign if sign.isprintable() or sign == "\n" else "?" for sign in text)
 
 
 def _parsed(argv: Sequence[str]) -> argparse.Namespace:
@@ -141,7 +146,7 @@ def _unpack(arguments: argparse.Namespace) -> Iterator[str]:
     folder = arguments.to.expanduser().absolute()
     yield from differences_of_versions(manifest_in(folder))
     if arguments.warm:
-        yield f"compiled code: {install_caches(folder, os.environ)} new files in {place_of_caches(os.environ)}"
+        yield install_caches(folder, os.environ)
     yield in_shell(f"start it: . {folder}/{ENVIRONMENT}; python -m hpcrl.launch --config {folder}/{CONFIG}")
 
 
@@ -158,6 +163,8 @@ def _check(arguments: argparse.Namespace) -> Iterator[str]:
     elif not arguments.start:
         yield f"{path}: {size(verify(path))} agree with their digests"
     else:
+        if arguments.to is not None and not arguments.to.is_dir():
+            raise ValueError(f"--to {arguments.to}: no such folder; --start unpacks into a new folder inside it")
         with TemporaryDirectory(prefix="hpcrl-bundle-", dir=arguments.to) as place:
             yield unpack(path, Path(place) / "bundle", arguments.wait_s)
             yield from start_offline(Path(place) / "bundle", arguments.wait_s)
