@@ -516,6 +516,9 @@ def test_bad_words_are_told_in_one_line(project: Path, archive: Path, tmp_path: 
 
     assert "one of the arguments --out --unpack --check is required" in told("model=tiny")
     assert "--warm: it goes with --unpack" in told("--check", archive, "--warm")
+    assert "--config: it goes with --out" in told("--check", archive, "--config", "x.yaml")
+    assert "--to here: model is unpacked already" in told("--check", "model", "--start", "--to", "here")
+    assert "--to /proc/x: /proc/.x.lock cannot be made: " in told("--unpack", archive, "--to", "/proc/x")
     assert "WORD: it goes with --out" in told("--check", archive, "model=tiny")
     assert "--to: the folder is missing" in told("--unpack", archive)
     assert "--to absent: no such folder" in told("--check", archive, "--start", "--to", "absent")

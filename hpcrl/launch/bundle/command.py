@@ -38,6 +38,7 @@ from hpcrl.system.exit_codes import ExitCode
 from hpcrl.system.files import is_storage_error
 
 ONLY_FOR = {
+    "config": "out",
     "wheels": "out",
     "image": "out",
     "caches": "out",
@@ -157,6 +158,8 @@ def _check(arguments: argparse.Namespace) -> Iterator[str]:
 
     path = arguments.check
     if path.is_dir():
+        if arguments.to is not None:
+            raise ValueError(f"--to {arguments.to}: {path} is unpacked already; leave it out")
         yield f"{path}: {size(verify_folder(path))} agree with their digests"
         if arguments.start:
             yield from start_offline(path, arguments.wait_s)

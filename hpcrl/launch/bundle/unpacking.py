@@ -35,7 +35,7 @@ from hpcrl.launch.bundle.writing import BLOCK, with_digests
 from hpcrl.launch.resources import size
 from hpcrl.node.caches import kind_of_node, own_folder, place_of_caches
 from hpcrl.system.clock import AwakeClock
-from hpcrl.system.files import backed_off_s, find_room, naming, rename_durably
+from hpcrl.system.files import backed_off_s, find_room, is_storage_error, naming, rename_durably
 
 GROUP = re.compile(r"__grp__.*\.json")
 """Files of Triton's cache with the absolute paths of a kernel's other files, which it does not find elsewhere."""
@@ -208,7 +208,12 @@ def _check_room(manifest: BundleManifest, folder: Path) -> None:
 def _alone(folder: Path, wait_s: float) -> Iterator[None]:
     """Wait until no other process unpacks into the folder. The lock ends with its process."""
     lock = folder.with_name(f".{folder.name}.lock")
-    descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        if is_storage_error(error):
+            raise
+        raise ValueError(f"--to {folder}: {lock} cannot be made: {error.strerror}; give another place") from error
     try:
         clock = AwakeClock(wait_s)
         while True:
