@@ -15,7 +15,7 @@ SHA-256, and the folder appears only when it is complete. Start with FOLDER/conf
     . FOLDER/env.sh; python -m hpcrl.launch --config FOLDER/config.yaml
 
 --check: reads an archive, or an unpacked folder, and compares every file with its SHA-256. --start also unpacks the
-archive for the moment, and starts the configuration with the network off: one step, or only the checks of a launch if
+archive temporarily, and starts the configuration with the network off: one step, or only the checks of a launch if
 this machine cannot run it.
 
 Exit code 0, or 2 on bad input, or 18 if a file cannot be written.
@@ -113,7 +113,7 @@ def _parsed(argv: Sequence[str]) -> argparse.Namespace:
     if found.to is not None and not (found.unpack or found.start):
         raise ValueError(f"--to {found.to}: it goes with --unpack or --start (see --help)")
     if found.caches and found.no_caches:
-        raise ValueError(f"--caches {found.caches}: --no-caches says the opposite")
+        raise ValueError(f"--caches {found.caches}: --no-caches leaves it out; give one of the two")
     if not 0 < found.wait_s < 1e7:
         raise ValueError(f"--wait-s {found.wait_s}: a number of seconds above 0 and below 1e7 is needed")
     if found.config is not None:
