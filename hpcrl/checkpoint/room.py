@@ -16,6 +16,7 @@ from hpcrl.system.quotas import Allowance, Quotas, free_space
 
 logger = logging.getLogger(__name__)
 
+WAY_OUT = "remove files or ask for more"
 DISK_BLOCK_BYTES = 512
 """The unit of st_blocks."""
 
@@ -88,7 +89,7 @@ class Room:
             self._quotas.forget()
         self._warn(lacking, removable)
         if lacking and self._is_measured and not anyway:
-            refused = NoRoomError(self._text(lacking))
+            refused = NoRoomError(f"{self._text(lacking)}; {WAY_OUT}")
             refused.errno = errno.ENOSPC
             raise refused
 
@@ -128,7 +129,7 @@ class Room:
         if lacking and not self._told:
             more = ", or set prune_when_full=true, which deletes the oldest checkpoints"
             way_out = more if not self._prune and _covers(removable, lacking) else ""
-            logger.warning("%s; remove files or ask for more%s", self._text(lacking), way_out)
+            logger.warning("%s; %s%s", self._text(lacking), WAY_OUT, way_out)
         self._told = bool(lacking)
 
     def _text(self, lacking: list[tuple[Allowance, Size]]) -> str:

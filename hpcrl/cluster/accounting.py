@@ -12,6 +12,9 @@ from typing import NamedTuple
 from hpcrl.cluster.slurm import TRIAL_S, call
 
 FIELDS = ("JobID", "JobIDRaw", "State", "Start", "End", "ElapsedRaw", "AllocTRES", "ConsumedEnergyRaw")
+NUMBER = re.compile(r"[0-9]{1,18}")
+DECIMAL = re.compile(r"[0-9]{1,20}(\.[0-9]+)?")
+"""NO_VAL64 has 20 digits; numbers with more are none of Slurm's."""
 NO_ENERGY = (0.0, float(2**32 - 2), float(2**64 - 2))
 """Slurm's values of ConsumedEnergyRaw where nothing was measured: 0, NO_VAL and NO_VAL64."""
 
@@ -92,7 +95,7 @@ def _start(values: Sequence[str], steps: Sequence[Sequence[str]]) -> AccountedSt
     began, ended = _number(start), _number(end)
     tres = dict(part.partition("=")[::2] for part in resources.split(","))
     nodes, cpus = (_number(tres.get(each, "")) for each in ("node", "cpu"))
-    if not job.isdigit() or began is None or not nodes:
+    if not NUMBER.fullmatch(job) or began is None or not nodes:
         return None
     until = math.inf if ended is None else ended
     known = [
@@ -102,7 +105,7 @@ def _start(values: Sequence[str], steps: Sequence[Sequence[str]]) -> AccountedSt
     ]
     return AccountedStart(
         int(job),
-        int(component) if component.isdigit() else 0,
+        int(component) if NUMBER.fullmatch(component) else 0,
         state.split(" ")[0],  # CANCELLED by 1000
         began,
         ended,
@@ -140,4 +143,4 @@ def _energy(text: str) -> float | None:
 
 
 def _number(text: str) -> float | None:
-    return float(text) if re.fullmatch(r"\d+(\.\d+)?", text) else None
+    return float(text) if DECIMAL.fullmatch(text) else None

@@ -212,12 +212,20 @@ def call(*command: str, environ: Mapping[str, str] = os.environ, timeout_s: floa
     """Output of a Slurm command; with `told`, its standard error as well. SlurmError with its messages."""
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=timeout_s, check=False, env={**environ, **ENVIRON}
+            command,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=timeout_s,
+            check=False,
+            env={**environ, **ENVIRON},
         )
     except FileNotFoundError:
         raise SlurmError(
             f"{command[0]} is not installed on this machine; run this where Slurm's commands are available"
         ) from None
+    except OSError as error:
+        raise SlurmError(f"{command[0]} cannot be started: {error.strerror or error}") from error
     except subprocess.TimeoutExpired:
         raise SlurmSilent(f"{command[0]} gave no answer within {timeout_s:g} s") from None
     if done.returncode != 0:

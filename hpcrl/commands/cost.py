@@ -14,10 +14,9 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from hpcrl.commands.report import state_in_words
-from hpcrl.commands.status import RUNS, find_run
+from hpcrl.commands.status import find_folder
 from hpcrl.report.hours_text import as_json, in_full
 from hpcrl.report.role_hours import hours_split
 from hpcrl.report.run_files import RunFiles
@@ -33,8 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     try:
         arguments = parser.parse_args(argv)
-        name = arguments.run
-        folder = next((path for path in (Path(name), RUNS / name) if path.is_dir()), None) or find_run(name)
+        folder = find_folder(arguments.run)
         run = RunFiles(folder, state_in_words(folder))
     except (ValueError, OSError) as error:
         print(f"hpcrl cost: {' '.join(str(error).split())} (see --help)", file=sys.stderr)

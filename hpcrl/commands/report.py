@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hpcrl.cluster import slurm
-from hpcrl.commands.status import RUNS, RunFolder, find_job, find_run, state
+from hpcrl.commands.status import RunFolder, find_folder, find_job, state
 from hpcrl.config import ConfigError
 from hpcrl.report.index import entry, index
 from hpcrl.report.page import page
@@ -46,13 +46,6 @@ def state_in_words(folder: Path) -> str:
         return state(known, None if known.finished else find_job(known))
     except (ConfigError, OSError, slurm.SlurmError) as error:
         return f"unknown: {' '.join(str(error).split())}"
-
-
-def _folder(name: str) -> Path:
-    for path in (Path(name), RUNS / name):
-        if path.is_dir():
-            return path
-    return find_run(name)
 
 
 def _write(path: Path, text: str) -> None:
@@ -88,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     began = time.monotonic()
     try:
         arguments = parser.parse_args(argv)
-        folders = list(dict.fromkeys(map(_folder, arguments.runs)))
+        folders = list(dict.fromkeys(map(find_folder, arguments.runs)))
         if len(folders) > 1 and arguments.out is None:
             raise ValueError(f"{len(folders)} runs in one report need a place for it: --out FILE.html or --out FOLDER")
         runs = [RunFiles(folder, state_in_words(folder)) for folder in folders]

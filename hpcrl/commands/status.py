@@ -314,6 +314,12 @@ def find_run(name: str) -> Path:
     raise ConfigError([f"job {name} belongs to no run in {RUNS}/, and Slurm does not give its folder: {why}"])
 
 
+def find_folder(name: str) -> Path:
+    """As find_run(), but a folder need not have a configuration, which a run that has not started or is damaged may
+    lack."""
+    return next((path for path in (Path(name), RUNS / name) if path.is_dir()), None) or find_run(name)
+
+
 def find_job(run: RunFolder) -> slurm.Job | None:
     """The current or waiting job of this run, else its last job; None if Slurm lists none. Its state is UNKNOWN, with
     the reason, if Slurm cannot be queried or the job belongs to another cluster."""

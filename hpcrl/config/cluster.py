@@ -244,7 +244,8 @@ class ClusterConfig(Section):
     """Environment modules to load on the nodes."""
     environment: dict[VariableName, VariableValue] = {}
     """Environment variables of all processes of the job, such as {NCCL_CROSS_NIC: 1}, set after the modules are loaded;
-    the shell expands nothing in the values. They are stored with the configuration, so give no secrets."""
+    the shell expands nothing in the values. They are stored with the configuration, so give no secrets. A run on this
+    machine (name=local) keeps your shell's variables and sets none of these."""
     prologue: str = ""
     """Shell lines run on the first node before anything else, such as `source ~/venv/bin/activate`. A line that fails
     ends the job."""

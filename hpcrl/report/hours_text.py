@@ -103,7 +103,7 @@ def measured_in_words(split: HoursSplit) -> str:
     )
     more = sum(split.phases.values()) - split.total
     if split.total and more > 0.01 * split.total:
-        told += f"; {_number(more)} {split.unit} more than the attempts' times, which lack some or are wrong"
+        told += f"; {_number(more)} {split.unit} more than the attempts' times, which are incomplete or wrong"
     return told
 
 

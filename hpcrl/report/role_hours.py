@@ -98,10 +98,10 @@ class HoursSplit:
 
 @dataclass
 class _Kind:
-    """Steps of one kind: all seconds of them, and their recorded steps."""
+    """Steps of one kind: all seconds of them, and each recorded step with its seconds."""
 
     seconds: float = 0.0
-    recorded: list[int] = field(default_factory=list)
+    recorded: dict[int, float] = field(default_factory=dict)
 
 
 def hours_split(run: RunFiles, hours: RunHours) -> HoursSplit | None:
@@ -116,14 +116,17 @@ def hours_split(run: RunFiles, hours: RunHours) -> HoursSplit | None:
     read, read_s, stood_for_s, left_bytes = 0, 0.0, 0.0, MAX_BYTES
     for kind in kinds.values():
         found: list[StepHours] = []
-        for step in _spread(kind.recorded, STEPS_OF_KIND):
+        found_s = 0.0  # as in the metrics: a timeline also has what follows its step, such as a save
+        for step in _spread(list(kind.recorded), STEPS_OF_KIND):
             shown, size = _read(run, step, left_bytes)
             left_bytes -= size
-            found += [] if shown is None else [shown]
+            if shown is not None:
+                found.append(shown)
+                found_s += kind.recorded[step]
         seconds = sum(each.seconds for each in found)
         if not seconds:
             continue
-        read, read_s, stood_for_s = read + len(found), read_s + seconds, stood_for_s + kind.seconds
+        read, read_s, stood_for_s = read + len(found), read_s + found_s, stood_for_s + kind.seconds
         for each in found:
             for roles, (num, spent) in each.roles.items():
                 sizes[roles] = max(sizes.get(roles, 0), num)
@@ -163,7 +166,7 @@ def _kinds(run: RunFiles) -> dict[tuple[bool, bool], _Kind]:
             kind = kinds.setdefault((bool(save), bool(validate)), _Kind())
             kind.seconds += float(lasted)
             if step in recorded:
-                kind.recorded.append(step)
+                kind.recorded[step] = float(lasted)
     return kinds
 
 

@@ -271,9 +271,9 @@ def not_a_run(path: Path) -> str:
     try:
         if not path.is_dir():
             return f"{path} is not a folder" if path.exists() else f"{path}: no such folder"
-        names = {entry.name for entry in path.iterdir()}
+        if any((path / mark).exists() for mark in MARKS):
+            return ""
+        next(path.iterdir(), None)
     except OSError as error:
         return f"{path} cannot be read: {error.strerror or error}"
-    if any(mark.partition("/")[0] in names for mark in MARKS):
-        return ""
     return f"{path} is not a run folder: it has none of {', '.join(MARKS)}"

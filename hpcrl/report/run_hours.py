@@ -156,7 +156,7 @@ def accounting_of(run: RunFiles, timeout_s: float = slurm.TRIAL_S) -> Accounting
     cluster. Nothing is asked for a run without jobs."""
     clusters: dict[str, set[int]] = {}
     newest = str(run.json(SUBMITTED).get("cluster") or "")
-    homes = {attempt.owner.get("job"): attempt.owner.get("cluster") for attempt in run.attempts}
+    homes = {_whole(attempt.owner.get("job")): attempt.owner.get("cluster") for attempt in run.attempts}
     for job in submitted(run):
         clusters.setdefault(str(homes.get(job) or newest), set()).add(job)
     found: list[AccountedStart] = []

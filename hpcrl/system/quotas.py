@@ -47,7 +47,7 @@ def free_space(folder: Path) -> Allowance:
 
 class Quotas:
     """The quotas of this process's user and group, and on Lustre of the folder's project, as far as the commands quota
-    and lfs tell them; whatever they do not tell is unknown."""
+    and lfs report them; other limits are unknown."""
 
     def __init__(self, folder: Path, mounts: Path = MOUNTS):
         """`folder` must exist when it is asked for."""

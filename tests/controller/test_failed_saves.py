@@ -241,6 +241,7 @@ def test_kept_checkpoints_are_not_deleted_on_a_real_disk(
     for step in (3, 4):
         assert f"checkpoint of step {step} not written to {root}: the next checkpoint needs about 2.0" in said
     assert said.count("but the file system leaves 0.9") == 3, "foreseen once, and twice not begun"
+    assert said.count("; remove files or ask for more; training goes on") == 2
     again = make(disk, ranks, save_every=1)
     assert again.restore() == 2 and ranks.cursor == 20
     steps(again, 3, 3)

@@ -21,7 +21,7 @@ import pytest
 from PIL import Image
 
 from hpcrl.launch import __main__ as launch
-from hpcrl.launch.bundle import unpacking, writing
+from hpcrl.launch.bundle import trial, unpacking, writing
 from hpcrl.launch.bundle.archive import verify
 from hpcrl.launch.bundle.collecting import collect
 from hpcrl.launch.bundle.command import main
@@ -376,6 +376,50 @@ def test_a_second_unpacking_finds_what_was_edited(tmp_path: Path) -> None:
         unpack(made, tmp_path / "full", 5)
 
 
+def test_an_unpacked_folder_that_was_moved_or_lacks_its_configuration_is_told(tmp_path: Path) -> None:
+    made, there, moved = small_bundle(tmp_path / "made"), tmp_path / "there", tmp_path / "moved"
+    unpack(made, there, 5)
+    config = (there / "config.yaml").read_text()
+    there.rename(moved)
+    with pytest.raises(ValueError, match=f"{moved}: was moved: config.yaml names {there}/data/0/b; remove {moved} and"):
+        unpack(made, moved, 5)
+    moved.rename(there)
+    (there / "config.yaml").write_text(f"{config}max_steps: 5\n")
+    assert unpack(made, there, 5) == f"{there} holds {made} already", "a user may edit it"
+    for name in ("config.yaml", "env.sh"):
+        (there / name).rename(tmp_path / name)
+        with pytest.raises(ValueError, match=f"{there / name}: is missing; remove {there} and unpack again"):
+            unpack(made, there, 5)
+        (tmp_path / name).rename(there / name)
+
+
+def test_a_configuration_without_all_sections_can_be_started(tmp_path: Path) -> None:
+    """A manifest by hand, or of a version without a section."""
+    folder = tmp_path / "made"
+    small_bundle(folder)
+    files, out = {"data/0/a": folder / "a"}, tmp_path / "out.tar"
+    write_bundle(out, with_digests(manifest_of({"run_name": "x"}, []), files), files)
+    unpack(out, tmp_path / "there", 5)
+    config = trial._one_step(tmp_path / "there", tmp_path)
+    assert config["cluster"] == {"name": "local", "container": "none"} and config["keep_best"] == {"metric": None}
+    assert config["run_name"] == "x" and config["max_steps"] == 1
+
+
+def test_names_in_an_archive_do_not_reach_the_terminal_as_control_characters(tmp_path: Path) -> None:
+    folder, out = tmp_path / "made", tmp_path / "out.tar"
+    small_bundle(folder)
+    files = {"data/0/a": folder / "a"}
+    manifest = msgspec.structs.replace(manifest_of({}, []), versions={"to\x1b[31mch": "1\x07"})
+    write_bundle(out, with_digests(manifest, files), files)
+    done = command("--unpack", out, "--to", tmp_path / "there", at=tmp_path)
+    assert done.returncode == ExitCode.DONE and "made with to?[31mch 1?, here is none" in done.stdout
+    manifest = msgspec.structs.replace(manifest, paths=[["a\x1b]0;b"]])
+    out.unlink()
+    write_bundle(out, with_digests(manifest, files), files)
+    done = command("--check", out, at=tmp_path)
+    assert done.returncode == ExitCode.BAD_INPUT and "has no path at a?]0;b" in done.stderr
+
+
 def test_compiled_code_reaches_the_place_where_ranks_look_only_if_asked(
     project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -402,6 +446,10 @@ def test_compiled_code_reaches_the_place_where_ranks_look_only_if_asked(
     moved = json.loads((there / "__grp__kernel.json").read_text())["child_paths"]
     assert moved == {"kernel.cubin": str(there / "kernel.cubin"), "bad": str(there / "passwd")}
     assert len(list(there.parents[1].iterdir())) == 1
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "absent"))
+    done = command("--unpack", tmp_path / "warm.tar", "--to", tmp_path / "there", "--warm", at=tmp_path)
+    assert done.returncode == ExitCode.DONE and "note: no compiled code copied: " in done.stdout
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "second"))
     (there / "kernel.cubin").write_bytes(b"newer")
     done = command("--unpack", tmp_path / "warm.tar", "--to", tmp_path / "there", "--warm", at=tmp_path)
     assert "0 new files" in done.stdout and (there / "kernel.cubin").read_bytes() == b"newer"
@@ -468,8 +516,12 @@ def test_bad_words_are_told_in_one_line(project: Path, archive: Path, tmp_path: 
 
     assert "one of the arguments --out --unpack --check is required" in told("model=tiny")
     assert "--warm: it goes with --unpack" in told("--check", archive, "--warm")
+    assert "--config: it goes with --out" in told("--check", archive, "--config", "x.yaml")
+    assert "--to here: model is unpacked already" in told("--check", "model", "--start", "--to", "here")
+    assert "--to /proc/x: /proc/.x.lock cannot be made: " in told("--unpack", archive, "--to", "/proc/x")
     assert "WORD: it goes with --out" in told("--check", archive, "model=tiny")
     assert "--to: the folder is missing" in told("--unpack", archive)
+    assert "--to absent: no such folder" in told("--check", archive, "--start", "--to", "absent")
     assert "a name that ends in .tar or .tar.zst" in told("--out", tmp_path / "out.zip", *PLAIN)
     assert "no folder" in told("--out", tmp_path / "absent" / "out.tar", *PLAIN)
     assert "model.path: no folder absent" in told("--out", tmp_path / "out.tar", *PLAIN, "model.path=absent")

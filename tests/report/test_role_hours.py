@@ -89,6 +89,18 @@ def test_timelines_stand_for_the_steps_of_their_kind(tmp_path: Path) -> None:
     assert data["split"]["phases"] == pytest.approx(split.phases) and len(data["attempts"]) == 3
 
 
+def test_timelines_longer_than_their_steps_are_no_more_than_all_of_the_time(tmp_path: Path) -> None:
+    """As of steps with a save: metrics count 10 s of each, the timelines 12."""
+    folder = write_run(tmp_path / "run")
+    rows = ({"step": step, "time/step_total": 10.0} for step in range(1, 4))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write(folder, *(made(step, validates=True) for step in (1, 2, 3)))
+    run = RunFiles(folder, "finished: x")
+    split = hours_split(run, run_hours(run))
+    assert split is not None and split.share == pytest.approx(1.0)
+    assert sum(split.roles[0].hours.values()) * 3600 == pytest.approx(30.0)
+
+
 def test_a_kind_without_a_timeline_is_not_divided(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run")
     write(folder, made(5))

@@ -15,7 +15,7 @@ SHA-256, and the folder appears only when it is complete. Start with FOLDER/conf
     . FOLDER/env.sh; python -m hpcrl.launch --config FOLDER/config.yaml
 
 --check: reads an archive, or an unpacked folder, and compares every file with its SHA-256. --start also unpacks the
-archive for the moment, and starts the configuration with the network off: one step, or only the checks of a launch if
+archive temporarily, and starts the configuration with the network off: one step, or only the checks of a launch if
 this machine cannot run it.
 
 Exit code 0, or 2 on bad input, or 18 if a file cannot be written.
@@ -38,6 +38,7 @@ from hpcrl.system.exit_codes import ExitCode
 from hpcrl.system.files import is_storage_error
 
 ONLY_FOR = {
+    "config": "out",
     "wheels": "out",
     "image": "out",
     "caches": "out",
@@ -55,19 +56,24 @@ def main(argv: Sequence[str]) -> int:
         arguments = _parsed(argv)
         steps = _make if arguments.out else _unpack if arguments.unpack else _check
         for line in steps(arguments):
-            show(line)
+            show(_harmless(line))
     except ConfigError as error:
-        print(in_shell("\n".join(error.problems)), file=sys.stderr)
+        print(in_shell(_harmless("\n".join(error.problems))), file=sys.stderr)
         return ExitCode.BAD_INPUT
     except ValueError as error:
-        print(in_shell(f"hpcrl bundle: {error}"), file=sys.stderr)
+        print(in_shell(_harmless(f"hpcrl bundle: {error}")), file=sys.stderr)
         return ExitCode.BAD_INPUT
     except OSError as error:
-        print(f"hpcrl bundle: {error}", file=sys.stderr)
+        print(_harmless(f"hpcrl bundle: {error}"), file=sys.stderr)
         return ExitCode.NOT_SAVED if is_storage_error(error) else ExitCode.BAD_INPUT
     except KeyboardInterrupt:
         return ExitCode.INTERRUPTED
     return ExitCode.DONE
+
+
+def _harmless(text: str) -> str:
+    """The text without control characters, with which the names in an archive of others could change a terminal."""
+    return "".join(sign if sign.isprintable() or sign == "\n" else "?" for sign in text)
 
 
 def _parsed(argv: Sequence[str]) -> argparse.Namespace:
@@ -107,7 +113,7 @@ def _parsed(argv: Sequence[str]) -> argparse.Namespace:
     if found.to is not None and not (found.unpack or found.start):
         raise ValueError(f"--to {found.to}: it goes with --unpack or --start (see --help)")
     if found.caches and found.no_caches:
-        raise ValueError(f"--caches {found.caches}: --no-caches says the opposite")
+        raise ValueError(f"--caches {found.caches}: --no-caches leaves it out; give one of the two")
     if not 0 < found.wait_s < 1e7:
         raise ValueError(f"--wait-s {found.wait_s}: a number of seconds above 0 and below 1e7 is needed")
     if found.config is not None:
@@ -141,7 +147,7 @@ def _unpack(arguments: argparse.Namespace) -> Iterator[str]:
     folder = arguments.to.expanduser().absolute()
     yield from differences_of_versions(manifest_in(folder))
     if arguments.warm:
-        yield f"compiled code: {install_caches(folder, os.environ)} new files in {place_of_caches(os.environ)}"
+        yield install_caches(folder, os.environ)
     yield in_shell(f"start it: . {folder}/{ENVIRONMENT}; python -m hpcrl.launch --config {folder}/{CONFIG}")
 
 
@@ -152,12 +158,16 @@ def _check(arguments: argparse.Namespace) -> Iterator[str]:
 
     path = arguments.check
     if path.is_dir():
+        if arguments.to is not None:
+            raise ValueError(f"--to {arguments.to}: {path} is unpacked already; leave it out")
         yield f"{path}: {size(verify_folder(path))} agree with their digests"
         if arguments.start:
             yield from start_offline(path, arguments.wait_s)
     elif not arguments.start:
         yield f"{path}: {size(verify(path))} agree with their digests"
     else:
+        if arguments.to is not None and not arguments.to.is_dir():
+            raise ValueError(f"--to {arguments.to}: no such folder; --start unpacks into a new folder inside it")
         with TemporaryDirectory(prefix="hpcrl-bundle-", dir=arguments.to) as place:
             yield unpack(path, Path(place) / "bundle", arguments.wait_s)
             yield from start_offline(Path(place) / "bundle", arguments.wait_s)

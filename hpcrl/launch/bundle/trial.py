@@ -62,9 +62,9 @@ def _one_step(folder: Path, here: Path) -> dict[str, Any]:
         raise ValueError(f"{folder}: the configuration is not one of this version: {error.problems[0]}") from error
     config["run_dir"] = str(here / "run")
     config["trackers"] = []
-    config["cluster"] = config["cluster"] | {"name": "local", "container": "none"}
+    config["cluster"] = (config.get("cluster") or {}) | {"name": "local", "container": "none"}
     if trains:
-        config |= {"max_steps": 1, "eval_every": 0, "keep_best": config["keep_best"] | {"metric": None}}
+        config |= {"max_steps": 1, "eval_every": 0, "keep_best": (config.get("keep_best") or {}) | {"metric": None}}
     return config
 
 

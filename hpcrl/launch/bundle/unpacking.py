@@ -15,7 +15,8 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from hpcrl.config.config_file import write_config
+from hpcrl.config import ConfigError
+from hpcrl.config.config_file import read_config_file, write_config
 from hpcrl.launch.bundle.archive import BundleArchive
 from hpcrl.launch.bundle.collecting import has_modules, versions
 from hpcrl.launch.bundle.layout import (
@@ -27,13 +28,14 @@ from hpcrl.launch.bundle.layout import (
     BundleManifest,
     config_in,
     decoded,
+    texts,
 )
 from hpcrl.launch.bundle.pace import Pace
 from hpcrl.launch.bundle.writing import BLOCK, with_digests
 from hpcrl.launch.resources import size
-from hpcrl.node.caches import kind_of_node, own_folder
+from hpcrl.node.caches import kind_of_node, own_folder, place_of_caches
 from hpcrl.system.clock import AwakeClock
-from hpcrl.system.files import backed_off_s, find_room, naming, rename_durably
+from hpcrl.system.files import backed_off_s, find_room, is_storage_error, naming, rename_durably
 
 GROUP = re.compile(r"__grp__.*\.json")
 """Files of Triton's cache with the absolute paths of a kernel's other files, which it does not find elsewhere."""
@@ -95,6 +97,7 @@ def _done(archive: BundleArchive, folder: Path) -> str:
     if there.read_bytes() != archive.head:
         raise ValueError(f"--to {folder}: holds another bundle than {archive.path}; remove it, or give a new folder")
     _check_sizes(folder, archive.manifest)
+    _check_own_files(folder, archive.manifest)
     return f"{folder} holds {archive.path} already"
 
 
@@ -105,6 +108,20 @@ def _check_sizes(folder: Path, manifest: BundleManifest) -> None:
         if now != file.size:
             how = "is missing" if now is None else f"has {now} bytes instead of {file.size}"
             raise ValueError(f"{place}: {how}; remove {folder} and unpack again")
+
+
+def _check_own_files(folder: Path, manifest: BundleManifest) -> None:
+    """ValueError if a file of _own_files() is missing, or its paths are in the folder from which this one was moved."""
+    for name in (CONFIG, ENVIRONMENT):
+        if not (folder / name).is_file():
+            raise ValueError(f"{folder / name}: is missing; remove {folder} and unpack again")
+    try:
+        config = read_config_file(folder / CONFIG).data
+    except ConfigError:
+        return  # edited, as a user may; the launch names the problem
+    paths = [text for key, text in texts(config) if list(key) in manifest.paths]
+    if paths and not any(Path(text).resolve().is_relative_to(folder.resolve()) for text in paths):
+        raise ValueError(f"{folder}: was moved: {CONFIG} names {paths[0]}; remove {folder} and unpack again")
 
 
 def _unpack(archive: BundleArchive, folder: Path) -> str:
@@ -191,7 +208,12 @@ def _check_room(manifest: BundleManifest, folder: Path) -> None:
 def _alone(folder: Path, wait_s: float) -> Iterator[None]:
     """Wait until no other process unpacks into the folder. The lock ends with its process."""
     lock = folder.with_name(f".{folder.name}.lock")
-    descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        if is_storage_error(error):
+            raise
+        raise ValueError(f"--to {folder}: {lock} cannot be made: {error.strerror}; give another place") from error
     try:
         clock = AwakeClock(wait_s)
         while True:
@@ -211,13 +233,15 @@ def _alone(folder: Path, wait_s: float) -> Iterator[None]:
         os.close(descriptor)
 
 
-def install_caches(folder: Path, environ: Mapping[str, str]) -> int:
-    """Copy the compiled code for this kind of node to where its ranks look for it; returns the number of new files.
+def install_caches(folder: Path, environ: Mapping[str, str]) -> str:
+    """Copy the compiled code for this kind of node to where its ranks look for it; returns what was done, in one line.
     Files that exist are kept. OSError names a file that cannot be written."""
-    kind = kind_of_node(environ)
-    source, target = folder / CACHES / kind, own_folder(environ)
-    if not source.is_dir() or target is None:
-        return 0
+    kind, place_of_all = kind_of_node(environ), place_of_caches(environ)
+    source = folder / CACHES / kind
+    if not source.is_dir():
+        return f"note: the bundle has no compiled code for this kind of node ({kind})"
+    if (target := own_folder(environ)) is None:
+        return f"note: no compiled code copied: {place_of_all} cannot be created (TMPDIR), or is another user's"
     number = 0
     for file in sorted(source.rglob("*"), key=lambda file: (bool(GROUP.fullmatch(file.name)), file)):  # lists last
         place = target / kind / file.relative_to(source)
@@ -235,7 +259,7 @@ def install_caches(folder: Path, environ: Mapping[str, str]) -> int:
                 temporary.unlink(missing_ok=True)
                 raise
         number += 1
-    return number
+    return f"compiled code: {number} new files in {place_of_all}"
 
 
 def _moved_group(file: Path, folder: Path) -> bytes | None:
