@@ -155,7 +155,7 @@ def test_what_cannot_be_told_is_unknown(tmp_path: Path, mounts: Path, monkeypatc
         started.append(command)
         return run(command, **more)
 
-    monkeypatch.setattr(quotas.subprocess, "run", counted)
+    monkeypatch.setattr(subprocess, "run", counted)
     asked = Quotas(tmp_path / "home", mounts)
     assert asked.left() == []
     asked.forget()
