@@ -244,6 +244,7 @@ def test_kept_checkpoints_are_not_deleted_on_a_real_disk(
     assert said.count("; remove files or ask for more; training goes on") == 2
     again = make(disk, ranks, save_every=1)
     assert again.restore() == 2 and ranks.cursor == 20
+    seen_ahead(again)
     steps(again, 3, 3)
     assert steps_in(root) == [2, 3]
 
