@@ -3,11 +3,12 @@
     python -m tests.bench.teachers --model runs/demo_sft/hf --teacher runs/demo/hf --out FILE [--only NAMES]
         [--seeds 0 1 2] [--jobs N] [--runs FOLDER] [--plots FOLDER]
 
-Distillation on policy beside GRPO with as many responses a step; DPO and reward models on pairs of the warm model's own
-answers; RL on these reward models. RUNS has the keys of each. One process and one thread each. `--out` gets one JSON
-line per run; runs that it already has are not run again, nor are runs, answers and pairs that `--runs` has. Prints
-tables, and draws the curves into `--plots`. Accuracies are those of validation, by the task's own reward, on prompts
-that the seed chooses. RL on reward models of an earlier call needs its `--runs`.
+Distillation on policy beside GRPO with as many responses a step; DPO on pairs of the warm model's own answers; reward
+models: from the warm model on these pairs, and from a larger warm start on these and made-up ones; RL on these reward
+models. RUNS has the keys of each. One process and one thread each. `--out` gets one JSON line per run; runs that it
+already has are not run again, nor are runs, models, answers and pairs that `--runs` has. Prints tables, and draws the
+curves into `--plots`. Accuracies are those of validation, by the task's own reward, on prompts that the seed chooses.
+RL on reward models of an earlier call needs its `--runs`.
 """
 
 from __future__ import annotations
@@ -60,10 +61,10 @@ def _distilled(form: str, beta: float) -> Learning:
     return Learning([*words, "trainer.max_grad_norm=1.0"], 30)
 
 
-def _reward_model(model: str, pairs: str, steps: int, lr: str) -> Learning:
-    words = ["+experiment=reward_model_tiny", "layout.trainer.num_ranks=1", "rm.batch_size=128", f"data.train={pairs}"]
-    words += ["data.val=$held_out", f"trainer.lr={lr}", "trainer.lr_schedule=linear", "trainer.lr_warmup_steps=20"]
-    return Learning(words, steps, eval_every=50, model=model)
+def _reward_model(model: str, pairs: str, batch: int, lr: str, warmup: int, steps: int, eval_every: int) -> Learning:
+    words = ["+experiment=reward_model_tiny", "layout.trainer.num_ranks=1", f"rm.batch_size={batch}"]
+    words += [f"data.train={pairs}", "data.val=$held_out", f"trainer.lr={lr}", "trainer.lr_schedule=linear"]
+    return Learning([*words, f"trainer.lr_warmup_steps={warmup}"], steps, eval_every=eval_every, model=model)
 
 
 def _scored(model: str, *words: str) -> Learning:
@@ -73,6 +74,9 @@ def _scored(model: str, *words: str) -> Learning:
     return Learning(["+experiment=demo", "rollout.filter_std=false", *truth, *scored, *words], 30)
 
 
+LARGER = ["+experiment=demo_sft", "layout=single", "model.tiny.hidden_size=128", "model.tiny.intermediate_size=384"]
+LARGER += ["model.tiny.num_layers=3", "sft.stop_score=0.9", "max_steps=1200", "eval_every=200", "save_every=0"]
+LARGER += ["trainer.lr=3e-3", "trainer.lr_schedule=linear", "trainer.max_grad_norm=1.0"]
 RUNS = {
     "teacher": Learning(["+experiment=demo"], 1, model="$teacher"),  # for its accuracy before the step
     "grpo": Learning(["+experiment=demo"], 80),
@@ -81,20 +85,23 @@ RUNS = {
     "full_1": _distilled("full", 1.0),
     "top_k_0": _distilled("top_k", 0.0),
     "dpo": Learning(["+experiment=demo_dpo", "data.train=$answers"], 100, eval_every=20),
-    "own_pairs_model": _reward_model("$model", "$pairs", 400, "4e-3"),
-    "reward_model": _reward_model("$own_pairs_model", "$mixed", 250, "3e-3"),
+    "own_pairs_model": _reward_model("$model", "$pairs", 128, "4e-3", warmup=20, steps=400, eval_every=50),
+    "reward_model": _reward_model("$larger", "$mixed", 64, "1e-3", warmup=50, steps=1200, eval_every=100),
     "on_own_pairs": _scored("$own_pairs_model", "algorithm.kl_reward_coef=0.1"),
     "scored": _scored("$reward_model", "trainer.lr=3e-4", "algorithm.kl_reward_coef=1e-12"),  # the KL is only measured
-    "scored_weak_kl": _scored("$reward_model", "trainer.lr=3e-4", "algorithm.kl_reward_coef=0.15"),
-    "scored_kl": _scored("$reward_model", "trainer.lr=3e-4", "algorithm.kl_reward_coef=0.3"),
+    "scored_kl": _scored("$reward_model", "trainer.lr=3e-4", "algorithm.kl_reward_coef=0.15"),
 }
-STAGES = (  # each needs the ones before
-    ("own_pairs_model",),
-    ("reward_model",),
-    ("on_own_pairs", "scored", "scored_weak_kl", "scored_kl"),
-)
-NEED_PAIRS = {"dpo", "own_pairs_model", "reward_model"}
+MODELS = {"own_pairs_model", "reward_model"}
+NEED_MODELS = {"on_own_pairs", "scored", "scored_kl"}
+NEED_PAIRS = {"dpo", *MODELS}
 OWN = "own_answers"
+
+
+def larger_model(folder: Path) -> str:
+    """A model with five times the warm one's parameters and the same tokenizer, from the task's answers only."""
+    if not (folder / "larger" / "hf").exists():
+        launch(LARGER, folder / "larger")
+    return str(folder / "larger" / "hf")
 
 
 def own_pairs(model: str, folder: Path) -> dict[str, str]:
@@ -121,12 +128,12 @@ def own_pairs(model: str, folder: Path) -> dict[str, str]:
 def run(seed: int, name: str, places: dict[str, str], folder: Path) -> Line:
     """The line of one run. places: what stands for $NAME in its keys."""
     learning, run_dir = RUNS[name], folder / f"{name}_{seed}"
-    places = places | {of: str(folder / f"{of}_{seed}" / "hf") for of in ("own_pairs_model", "reward_model")}
+    places = places | {of: str(folder / f"{of}_{seed}" / "hf") for of in MODELS}
     if (rows := read_metrics(run_dir)) == [] or rows[-1]["step"] != learning.steps:
         words = [*learning.words, f"model.path={learning.model}"]
         words = [string.Template(word).substitute(places) for word in words]
         words += [f"seed={seed}", f"max_steps={learning.steps}", f"eval_every={learning.eval_every}", "save_every=0"]
-        words += ["eval.num_prompts=512", *([] if name in ("own_pairs_model", "reward_model") else ["layout=single"])]
+        words += ["eval.num_prompts=512", *([] if name in MODELS else ["layout=single"])]
         launch(words, run_dir)
     return {"run": name, "seed": seed, "steps": learning.steps, **curves(run_dir, FIGURES), **machine()}
 
@@ -151,12 +158,14 @@ def main() -> int:
     with run_folder(options.runs) as folder:
         if any(name in NEED_PAIRS for _, name in todo):
             places |= own_pairs(options.model, folder)
+        if "reward_model" in options.only:
+            places["larger"] = larger_model(folder)
 
         def one(seed: int, name: str) -> Line:
             return run(seed, name, places, folder)
 
-        early = [which for which in todo if which[1] not in itertools.chain(*STAGES)]
-        for now in (early, *([which for which in todo if which[1] in names] for names in STAGES)):
+        for late in (False, True):
+            now = [which for which in todo if (which[1] in NEED_MODELS) == late]
             lines = completed(options.out, ("seed", "run"), now, one, options.jobs)
     if options.plots:
         plots(lines, options.plots)

@@ -20,12 +20,11 @@ STUDENTS = {
     "top_k_0": "top-k 8, beta 0",
 }
 SCORED = {
-    "on_own_pairs": "own pairs, KL .1",
-    "scored": "own and made-up pairs, no KL",
-    "scored_weak_kl": "own and made-up pairs, KL .15",
-    "scored_kl": "own and made-up pairs, KL .3",
+    "on_own_pairs": "the first model, KL .1",
+    "scored": "the larger model, no KL",
+    "scored_kl": "the larger model, KL .15",
 }
-MODELS = {"own_pairs_model": "reward model on own pairs", "reward_model": "then on own and made-up pairs"}
+MODELS = {"own_pairs_model": "reward model on own pairs", "reward_model": "larger, on own and made-up pairs"}
 
 
 def tables(lines: Sequence[Line]) -> str:
