@@ -1,5 +1,6 @@
-"""A stand-in for vLLM's server: `prompt_logprobs` from a model in transformers, with vLLM's limits and refusals. That
-its answers have vLLM's form is checked with answers of vLLM itself (tests/workers/goldens)."""
+"""A stand-in for servers: log-probs of prompts from a model in transformers. `prompt_logprobs` have vLLM's limits and
+refusals, and answers of vLLM itself (tests/workers/goldens) show that they have its form. Answers of SGLang's /generate
+and of OpenAI's echo are made by their documentation."""
 
 from __future__ import annotations
 
@@ -83,12 +84,17 @@ class TeacherServer:
     def _answer(self, path: str, body: dict[str, Any]) -> Any:
         if path == "/v1/models":
             return {"object": "list", "data": [{"id": "teacher", "max_model_len": self._max_model_len}]}
+        if path == "/generate":
+            self.prompts.append(body["input_ids"])
+            return self.change(self._generated(body), len(self.prompts))
         if path != "/v1/completions":
             return 404, {"detail": "Not Found"}
         if body["model"] != "teacher":
             return 404, {"error": {"message": f"The model `{body['model']}` does not exist."}}
+        self.prompts.append(body["prompt"])
+        if body.get("echo"):
+            return self.change(self._echo(body), len(self.prompts))
         ids, count = body["prompt"], body["prompt_logprobs"]
-        self.prompts.append(ids)
         if count > self._max_logprobs:
             text = f"Requested prompt logprobs of {count}, which is greater than max allowed: {self._max_logprobs}"
             return 400, {"error": {"message": text}}
@@ -96,15 +102,43 @@ class TeacherServer:
             return 400, {"error": {"message": f"Token id {max(ids)} is out of vocabulary"}}
         if len(ids) + body["max_tokens"] > self._max_model_len:
             return 400, {"error": {"message": f"the context has {self._max_model_len} tokens"}}
-        with torch.no_grad():
-            logprobs = self._model(torch.tensor([ids])).logits[0].float().log_softmax(-1)
         found: list[Any] = [None]
-        for row, token in zip(logprobs[:-1], ids[1:], strict=True):
+        for row, token in zip(self._logprobs(ids)[:-1], ids[1:], strict=True):
             best = row.topk(count).indices.tolist()
             entry = {token: self._entry(row, token)} | {number: self._entry(row, number) for number in best}
             found.append({str(number): value for number, value in entry.items()})
         answer = {"object": "text_completion", "choices": [{"index": 0, "text": "x", "prompt_logprobs": found}]}
         return self.change(answer, len(self.prompts))
+
+    def _logprobs(self, ids: list[int]) -> torch.Tensor:
+        with torch.no_grad():
+            found: torch.Tensor = self._model(torch.tensor([ids])).logits[0].float().log_softmax(-1)
+        return found
+
+    def _generated(self, body: dict[str, Any]) -> dict[str, Any]:
+        """SGLang: triples of log-prob, id and text, from place logprob_start_len on; new tokens apart."""
+        ids, k, text = body["input_ids"], body["top_logprobs_num"], self._tokenizer.decode
+        assert body["return_logprob"] and body["return_text_in_logprobs"] and body["logprob_start_len"] == 0
+        own: list[Any] = [[None, ids[0], text([ids[0]])]]
+        tops: list[Any] = [None]
+        rows = self._logprobs(ids)
+        for row, token in zip(rows[:-1], ids[1:], strict=True):
+            own.append([float(row[token]), token, text([token])])
+            tops.append([[float(row[n]), n, text([n])] for n in row.topk(k).indices.tolist()])
+        new = int(rows[-1].argmax())
+        meta = {"prompt_tokens": len(ids), "completion_tokens": 1, "input_token_logprobs": own}
+        meta |= {"output_token_logprobs": [[float(rows[-1, new]), new, text([new])]]}
+        return {"text": "x", "meta_info": meta | ({"input_top_logprobs": tops} if k else {})}
+
+    def _echo(self, body: dict[str, Any]) -> dict[str, Any]:
+        """OpenAI: the tokens of the prompt and the new one, by their texts."""
+        ids, rows = body["prompt"], self._logprobs(body["prompt"])
+        whole = [*ids, int(rows[-1].argmax())]
+        own = [None, *(float(row[token]) for row, token in zip(rows, whole[1:], strict=True))]
+        texts = [self._tokenizer.decode([token]) for token in whole]
+        choice = {"text": "".join(texts), "logprobs": {"tokens": texts, "token_logprobs": own, "top_logprobs": None}}
+        usage = {"prompt_tokens": len(ids), "completion_tokens": 1}
+        return {"object": "text_completion", "choices": [choice], "usage": usage}
 
     def _entry(self, row: torch.Tensor, token: int) -> dict[str, Any]:
         value = float(row[token])

@@ -104,7 +104,7 @@ def test_an_unknown_name_names_the_searched_folders_even_if_none_exists(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv(FOLDERS, raising=False)
-    with pytest.raises(ConfigError, match=r"local, slurm \(HPCRL_CONF and \./conf have no config groups\)"):
+    with pytest.raises(ConfigError, match=r"local, lumi, slurm \(HPCRL_CONF and \./conf have no config groups\)"):
         load(["+cluster=mine"])
 
 

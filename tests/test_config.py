@@ -749,11 +749,47 @@ def test_the_default_limit_of_groups_equals_the_schedulers() -> None:
         (["debug=fake", "load_rollouts=runs/demo"], "load_rollouts: not read here, debug is fake"),
         (["fake.decode_s=1"], "fake.decode_s: not read here, debug is none"),
         (["layout.trainer.min_ranks=2"], "layout.trainer.min_ranks: not read here"),
+        (["layout.teacher.num_ranks=8"], "layout.teacher.num_ranks: not read here, the run has no teacher ranks"),
+        (["layout.env={num_ranks: 4}"], "layout.env.num_ranks: not read here, the run has no env ranks"),
+        (
+            ["trainer.lora.rank=4", "algorithm.kl_loss_coef=.1", "layout.reference.num_ranks=2"],
+            "layout.reference.num_ranks: not read here, the run has no reference ranks of its own: other ranks do its "
+            "work",
+        ),
+        (["pipeline=sft", "layout.reward.min_ranks=2"], "layout.reward.min_ranks: not read here, the run has no"),
+        (["layout.judge.num_ranks=2"], "layout.judge.num_ranks: not read here, no reward uses it"),
     ],
 )
 def test_a_key_that_nothing_reads_is_refused_if_the_user_set_it(words: list[str], line: str) -> None:
     found = problems(*words)
     assert len(found) == 1 and found[0].startswith(line), found
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["+experiment=agentic_sokoban", "~env", "pipeline=rlvr"],  # whose recipe has ranks for its environment
+        ["layout.env.num_ranks=null", "layout.env.colocate_with=trainer"],
+        ["layout=disaggregated"],
+        ["pipeline=evaluate", "data.val=task:add", "layout.trainer.num_ranks=4"],
+        ["env=scripted", "layout.env.num_ranks=1"],
+    ],
+)
+def test_a_layout_may_have_more_roles_than_the_run(words: list[str]) -> None:
+    load(words)
+
+
+def test_a_role_that_an_unreadable_value_would_need_is_not_missed() -> None:
+    (line,) = problems("env.default.name=scriptd", "layout.env.num_ranks=4")
+    assert line.startswith("env.default.name: expected")
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["teacher.endpoint.model", "teacher.path", "teacher.paths.math", "reference.path", "model.path", "critic.path"],
+)
+def test_an_empty_path_is_called_empty(key: str) -> None:
+    assert problems(f"{key}=")[0].startswith(f"{key}: empty; give a value, or leave the key out (override '{key}='")
 
 
 def test_train_only_reads_evaluation_keys_and_the_batch_size_of_rollout() -> None:

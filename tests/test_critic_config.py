@@ -76,7 +76,8 @@ def test_a_critic_on_another_engine_reads_that_engines_section() -> None:
 
 
 def test_a_run_without_a_critic_has_no_critic_ranks() -> None:
-    assert RoleLayout.from_config(load(OWN)).ranks["critic"] == ()
+    assert RoleLayout.from_config(load([])).ranks["critic"] == ()
+    assert refused(*OWN)[0].startswith("layout.critic.num_ranks: not read here, the run has no critic ranks")
     assert RoleLayout.from_config(load([PPO, *OWN])).ranks["critic"] == (3, 4)
     colocated = RoleLayout.from_config(load([PPO]))
     assert colocated.ranks["critic"] == colocated.ranks["trainer"] == (1, 2)

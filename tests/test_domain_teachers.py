@@ -14,7 +14,7 @@ from hpcrl.engines.tiny import make_tiny_model
 from hpcrl.launch.plan import describe
 from hpcrl.launch.prepare import prepare
 from hpcrl.models.families import shape_of
-from hpcrl.planner.memory import check_sizes
+from hpcrl.planner.memory import check_sizes, memory
 from hpcrl.planner.trainer import teacher_parts, trainer_parts
 from hpcrl.run_folder.models import check_models, models_of
 
@@ -169,6 +169,20 @@ def test_the_plan_counts_and_names_every_teacher_once(models: Path, tmp_path: Pa
     for name in ("activations", "logits", "gathered weights"):
         assert parts[name].num_bytes == max(own[name] for own in of_one.values()) and parts[name].during == ("teacher",)
     assert parts["teacher's fields"].num_bytes * 2 == of_one["math"]["teacher's fields"] * 3
+
+
+@pytest.mark.parametrize("default", ["math", "code"])
+def test_one_and_several_teachers_are_in_host_memory_while_weights_are_published(
+    default: str, models: Path, tmp_path: Path
+) -> None:
+    given = [paths(models, math="math", default=default), "layout.offload=always", "cluster.device=cuda"]
+    config = load(words_for(models, tmp_path / "run", *given))
+    (kind,) = memory(config, RoleLayout.from_config(config), shape_of(str(models / "policy"), ""))
+    own = [part for part in kind.parts if part.role == "teacher" and part.name.startswith("weights")]
+    names = {"math": {"weights"}, "code": {"weights of math", "weights of default"}}[default]
+    assert {part.name for part in own} == names
+    assert all({"publish", "generate"}.isdisjoint(part.during) for part in own if not part.on_host)
+    assert all("teacher" in part.during for part in own)
 
 
 def test_heads_and_states_of_all_teachers_are_counted_on_trainer_ranks(models: Path, tmp_path: Path) -> None:

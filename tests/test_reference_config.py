@@ -71,7 +71,9 @@ def test_adapters_replace_only_a_reference_without_a_path(words: list[str]) -> N
 
     apart = ["layout.reference.colocate_with=null", "layout.reference.num_ranks=1"]
     assert ranks() == (1, 2) and ranks(*apart) == (3,)
-    assert ranks(*LORA) == () and ranks(*LORA, *apart) == ()
+    assert ranks(*LORA) == ()
+    with pytest.raises(ConfigError, match=r"layout.reference.num_ranks: not read here, the run has no reference ranks"):
+        ranks(*LORA, *apart)
     assert ranks(*LORA, *MODELS) == (1, 2) and ranks(*LORA, *MODELS, *apart) == (3,)
     assert load([*words, *LORA, *MODELS]).of_reference().lora is None
 

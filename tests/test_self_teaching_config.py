@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.config import ConfigError, TinyModel, load
@@ -151,6 +152,38 @@ def test_what_does_not_fit_the_model_is_refused(policy: Path, tmp_path: Path) ->
     rows.write_text("".join(json.dumps({"prompt": str(n), "answer": "4" if n else ""}) + "\n" for n in range(3)))
     (line,) = problems(*BASE, CONTEXT, f"data.train={rows}")
     assert line == f"{rows}:1: no answer, which teacher.context reads; the row has answer"
+
+
+def test_prompts_that_the_context_makes_too_long_are_counted(policy: Path, tmp_path: Path) -> None:
+    """In tokens of the policy, as transformers counts them."""
+    rows, template = tmp_path / "rows.jsonl", "{prompt} {answer}"
+    prompts = [{"prompt": "a" * (1 + n % 4) + " b" * n, "answer": "c"} for n in range(40)]
+    rows.write_text("".join(json.dumps(row) + "\n" for row in prompts))
+    tokenizer = AutoTokenizer.from_pretrained(policy)
+
+    def tokens_of(said: str) -> int:
+        message = [{"role": "user", "content": said}]
+        return len(tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=True)["input_ids"])
+
+    lengths = [tokens_of(f"{row['prompt']} {row['answer']}") for row in prompts]
+    words = words_for(policy, tmp_path / "run", *BASE, f"data.train={rows}", f"teacher.context='{template}'")
+    words += ["data.max_prompt_tokens=112", "rollout.num_prompts=8"]
+    limit = sorted(lengths)[19]
+    over = sum(length > limit for length in lengths)
+    first = 1 + next(n for n, length in enumerate(lengths) if length > limit)
+    told = f"{rows}:{first}: longer than teacher.max_prompt_tokens={limit} with teacher.context; {over} of 40 rows of "
+    assert f"{told}data.train are and are dropped" in prepare([*words, f"teacher.max_prompt_tokens={limit}"])[-1].notes
+    most = f"teacher.max_prompt_tokens={max(lengths)}"
+    assert not [note for note in prepare([*words, most])[-1].notes if "teacher.context" in note]
+    with pytest.raises(ConfigError) as caught:
+        prepare([*words, f"teacher.max_prompt_tokens={min(lengths) - 1}"])
+    (line,) = caught.value.problems
+    assert line.startswith(
+        f"teacher.max_prompt_tokens: {min(lengths) - 1}, but all 40 rows of data.train have more tokens with "
+        f"teacher.context, the shortest {min(lengths)}; raise it"
+    )
+    with pytest.raises(ConfigError, match=r"null \(data.max_prompt_tokens=9\), but all 40 rows"):
+        prepare([*words, "data.max_prompt_tokens=9"])
 
 
 @pytest.mark.parametrize("given", [{"path": "m"}, {"paths": {"math": "m", "default": "n"}}])

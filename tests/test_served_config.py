@@ -14,6 +14,7 @@ from hpcrl.launch.plan import describe
 from hpcrl.launch.prepare import prepare
 from hpcrl.models.families import read_shape
 from hpcrl.planner.memory import PROGRAM_BYTES, memory
+from hpcrl.planner.memory_parts import PHASES
 
 JUDGE = "{name: judge, options: {judges: {own: {role: judge}}}}"
 JUDGED = f"+reward.default={JUDGE}"
@@ -127,3 +128,13 @@ def test_the_plan_counts_the_judge(folder: Path) -> None:
     assert sizes["KV cache"] == tokens * token * (judge.num_layers + 1) // judge.num_layers
     text = describe(config, layout, model, run, shown)
     assert "3-4     judge" in text and "rank 3-4 (judge): " in text and f"judge   {folder} (qwen2, " in text
+
+
+def test_a_judge_on_trainer_ranks_keeps_its_weights_on_the_gpu(folder: Path) -> None:
+    """Only training engines and the generator take turns."""
+    words = [DATA, JUDGED, f"judge.path={folder}", "judge.max_prompt_tokens=400", "judge.max_new_tokens=100"]
+    shared = ["layout.judge.colocate_with=trainer", "layout.judge.num_ranks=null", "layout.offload=always"]
+    config = load([*words, *shared, "cluster.device=cuda"])
+    (kind,) = memory(config, RoleLayout.from_config(config), read_shape(config.model.tiny.hf_config()))
+    held = {p.role: p.during for p in kind.parts if p.name == "weights" and not p.on_host}
+    assert held["judge"] == PHASES and "generate" not in held["trainer"]

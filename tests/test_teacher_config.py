@@ -38,7 +38,18 @@ SIZES = {"num_heads": 2, "num_kv_heads": 1, "intermediate_size": 16}
             [*DISTILL, *MODELS, "loss.default.divergence=0"],
             "loss: the distill pipeline learns from a teacher",
         ),
-        (DISTILL, "teacher.path: there is no model to learn from; give a folder in HF layout"),
+        (
+            DISTILL,
+            "teacher.path: there is no model to learn from; give a folder in HF layout with the policy's tokenizer, or "
+            "folders of domains (teacher.paths), a server (teacher.endpoint) or the policy itself (teacher.source)",
+        ),
+        *(
+            (
+                [*DISTILL, "debug=fake", f"teacher.form={form}"],
+                f"teacher.form: {form} compares vocabularies, and the trainer of debug=fake has none; use sampled",
+            )
+            for form in ("top_k", "full")
+        ),
         ([*ADDED, MODELS[0]], "teacher.path: there is no model to learn from; give a folder in HF layout"),
         (
             [*DISTILL, MODELS[1]],

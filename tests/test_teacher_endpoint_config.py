@@ -33,6 +33,12 @@ BEHIND = [f"teacher.endpoint.url={URL}", "teacher.endpoint.model=large"]
         ),
         ([*DISTILL, *BEHIND, "teacher.form=full"], "teacher.form: full, but an endpoint gives no hidden states; use"),
         (
+            [*DISTILL, *BEHIND, "teacher.form=top_k", "teacher.endpoint.protocol=openai"],
+            "teacher.form: top_k, but the protocol openai names tokens by their texts, not by ids; use sampled, or",
+        ),
+        ([*DISTILL, *BEHIND, "teacher.endpoint.protocol=tgi"], "teacher.endpoint.protocol: expected 'vllm', 'sglang'"),
+        ([*DISTILL, "teacher.endpoint.protocol=sglang"], "teacher.endpoint.protocol: not read here, teacher.endpoint"),
+        (
             [*DISTILL, *BEHIND, "rollout.temperature=0.7"],
             "rollout.temperature: 0.7, but an endpoint's log-probs are at",
         ),
@@ -73,6 +79,26 @@ def test_invalid_settings_are_refused_in_one_line(words: list[str], expected: st
     with pytest.raises(ConfigError) as caught:
         RoleLayout.from_config(load(words))
     assert [line for line in caught.value.problems if line.startswith(expected)], caught.value.problems
+
+
+def test_a_malformed_address_is_the_only_problem() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load([*DISTILL, "teacher.endpoint.url=localhost:8000", BEHIND[1]])
+    (line,) = caught.value.problems
+    assert line.startswith("teacher.endpoint.url: expected an address")
+
+
+def test_teachers_of_domains_beside_it_are_one_problem(tmp_path: Path) -> None:
+    """Which domain has none does not matter."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(f'{{"prompt": "say {i}", "tag": "{"ab"[i % 2]}"}}\n' for i in range(16)))
+    make_tiny_model(TinyModel(hidden_size=16, num_layers=1, num_heads=2, num_kv_heads=1), tmp_path / "policy")
+    words = ["pipeline=distill", f"model.path={tmp_path}/policy", f"data.train={rows}", "rollout.num_prompts=8"]
+    words += [f"run_dir={tmp_path}/run", "data.max_prompt_tokens=64", "rollout.max_new_tokens=16"]
+    with pytest.raises(ConfigError) as caught:
+        prepare([*words, *BEHIND, "teacher.paths.a=large"])
+    (line,) = caught.value.problems
+    assert line.startswith("teacher.paths: the teacher is behind teacher.endpoint.url; give one of the two")
 
 
 def test_its_ranks_have_the_rows_of_the_ranks_they_share() -> None:

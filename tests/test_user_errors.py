@@ -16,6 +16,7 @@ pytestmark = pytest.mark.usefixtures("console")
 def test_only_the_first_error_of_each_kind_is_printed_and_all_are_counted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    (tmp_path / "plan.txt").touch()  # a run folder
     errors = UserErrors(tmp_path)
     for number in range(12):
         errors.report("environment", "maze", f"environment class: KeyError: {number} (maze.py:7)")

@@ -33,6 +33,7 @@ METADATA = ".metadata"
 """The index file of a torch.distributed.checkpoint checkpoint."""
 LATEST = "LATEST"
 LEFTOVER = re.compile(r"step_(\d{6,})\.(tmp|abandoned)-.+")
+PRUNED = "pruned"
 READ_BYTES = 16 << 20
 HASH_THREADS = 4  # hashlib releases the GIL; sha256 takes 1-2 GB/s per core on CPUs with SHA instructions
 
@@ -202,6 +203,11 @@ def problem_of(path: Path, damage: Callable[[Path, Sequence[FileEntry]], str] = 
     return damage(path, manifest.files) if manifest is not None else problem
 
 
+def newest_whole(root: Path) -> int | None:
+    """Step of the newest checkpoint whose files have their committed sizes; their content is not read."""
+    return next((step for step in reversed(steps_in(root)) if _verify(root / step_name(step), step)[0]), None)
+
+
 def find_latest(root: Path, damage: Callable[[Path, Sequence[FileEntry]], str] = first_damage) -> Latest:
     """The newest checkpoint whose files have their committed sizes and hashes. Writes nothing.
 
@@ -289,14 +295,24 @@ def _verify(path: Path, step: int | None) -> tuple[Manifest | None, str]:
 def _prune(root: Path, step: int, keep: int, best: int) -> None:
     """Delete all but the newest `keep` checkpoints and the best, and leftovers of killed or abandoned saves."""
     for old in steps_in(root)[:-keep]:
-        if old == best:
-            continue
-        # Rename first, since a partly deleted checkpoint must not look like a committed one.
-        os.rename(root / step_name(old), root / f"{step_name(old)}.tmp-pruned")
+        if old != best:
+            _set_aside(root, old)
     for entry in list(root.iterdir()):
         match = LEFTOVER.fullmatch(entry.name)
         if match and entry.is_dir() and (match[2] == "abandoned" or int(match[1]) <= step):
             remove(entry)  # if a user has replaced the folder by a link, this removes only the link
+
+
+def remove_checkpoint(root: Path, step: int) -> None:
+    """Delete a checkpoint, or the link by which a user has replaced it."""
+    remove(_set_aside(root, step))
+
+
+def _set_aside(root: Path, step: int) -> Path:
+    """Rename first, since a partly deleted checkpoint must not look like a committed one."""
+    pruned = root / f"{step_name(step)}.tmp-{PRUNED}"
+    os.rename(root / step_name(step), pruned)
+    return pruned
 
 
 def _inside(name: str) -> bool:

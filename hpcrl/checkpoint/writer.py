@@ -35,6 +35,7 @@ from hpcrl.system.signals import die_with, held_back, ignore_signals
 CHUNK_BYTES = 64 << 20  # bytes per sync to disk; progress counts only synced bytes
 MAX_FILES = 250  # with two more descriptors, within the kernel's limit of 253 per message
 COUNTER_BYTES = 8
+KILLED_S = 1.0  # wait for a killed process; one that a hanging file system blocks ends later
 
 
 class SharedFile:
@@ -126,6 +127,7 @@ class Writer:
         entries. OSError if the process was killed since the last set."""
         assert not self.busy and len(files) < MAX_FILES, f"{self._folder} is still being written, or {len(files)} files"
         self._folder, self._names, self._entries, self.busy = folder, list(files), [], True
+        self._received = b""
         self._counter = SharedFile(COUNTER_BYTES)
         if any(isinstance(content, Pieces) for content in files.values()):
             self._answers, theirs = socket.socketpair()
@@ -161,6 +163,7 @@ class Writer:
             *lines, self._received = (self._received + received).split(b"\n")
             for answer in (msgspec.json.decode(line, type=_Answer) for line in lines):
                 if answer.error:
+                    self.busy = False
                     error = OSError(answer.error)
                     error.errno = answer.number
                     raise error
@@ -174,6 +177,18 @@ class Writer:
         """The file being written, as last reported to result(), and the total bytes on disk."""
         assert self._counter is not None, "nothing is being written"
         return self._file(), int.from_bytes(self._counter.buffer[:], sys.byteorder)
+
+    def abandon(self) -> None:
+        """Kill the process if it is writing; its files stay incomplete. The next set of files starts another one."""
+        if not self.busy:
+            return
+        assert self._answers is self._socket, "what a thread writes cannot be abandoned"
+        assert self._process is not None and self._socket is not None
+        self._process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(KILLED_S)
+        self._socket.close()
+        self._socket, self.busy = None, False
 
     def close(self) -> None:
         """Kill the process, even while it writes."""

@@ -10,8 +10,8 @@ from itertools import accumulate, pairwise
 from types import MappingProxyType
 
 from hpcrl.config import Config, ConfigError, Problem, RoleName
-from hpcrl.config.abilities import chosen
 from hpcrl.config.checks import check_replicas
+from hpcrl.config.roles import needed_roles
 from hpcrl.spec.division import Division, DivisionError
 from hpcrl.spec.tables import GEN_ENGINES, ROLES
 
@@ -106,18 +106,6 @@ class RoleLayout:
         owners = [name for name, role in ROLES.items() if role.owns_default_group]
         busy = {CONTROLLER, *(rank for name in owners for rank in self.ranks.get(name, ()))}
         return tuple(replica for replica in self.replicas if busy.isdisjoint(replica))
-
-
-def needed_roles(config: Config) -> tuple[RoleName, ...]:
-    """The roles that the run needs, in addition to the controller."""
-    if config.pipeline_spec.rank0_only:
-        return ()
-    asked = {role for _, _, spec in chosen(config) for role in spec.roles}
-    return tuple(
-        name
-        for name, role in ROLES.items()
-        if (name in asked or role.needed(config)) and not role.done_by_others(config)
-    )
 
 
 def check_layout(config: Config) -> list[Problem]:

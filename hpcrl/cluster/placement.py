@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from hpcrl.cluster.layout import CONTROLLER, RoleLayout
 from hpcrl.config import ClusterConfig, ComponentConfig, Config, ConfigError, Problem
+from hpcrl.config.cluster import memory_bytes
 
 MAX_PER_NODE = 1024
 """Maximum ranks on a node without ranks_per_node."""
@@ -110,6 +111,29 @@ def _check_sizes(config: Config, layout: RoleLayout) -> Iterator[Problem]:
             at, more = ("cluster", "components", name, "gpus_per_node"), "or set cluster.device=cpu"
             text = f"{gpus} for {with_model} ranks of a node that hold a model; request {with_model}, {more}"
             yield Problem(at, f"{'.'.join(at)}: {text}", (("cluster", "device"), ("layout",)))
+        extra = ranks[0] == CONTROLLER and len(ranks) > 1
+        processes = extra + min(size, len(ranks) - extra)
+        yield from _check_limits(config.cluster, name, spec, processes)
+
+
+def _check_limits(cluster: ClusterConfig, name: str, spec: ComponentConfig, processes: int) -> Iterator[Problem]:
+    """Requests for a node that exceed cluster.node_limits. `processes`: ranks of the component's fullest node."""
+    if spec.partition not in (None, cluster.partition):
+        return
+    at, limits = ("cluster", "components", name), cluster.node_limits
+    keys = (("layout",), ("cluster", "node_limits"), ("cluster", "threads_per_rank"))
+    if limits.gpus is not None and spec.gpus_per_node > limits.gpus:
+        text = f"{spec.gpus_per_node}, but a node has {limits.gpus} (cluster.node_limits.gpus)"
+        remedy = f"set it to {limits.gpus}, and ranks_per_node so that each rank with a model has a GPU"
+        yield Problem((*at, "gpus_per_node"), f"{'.'.join(at)}.gpus_per_node: {text}; {remedy}", keys)
+    cpus = spec.cpus_per_node or cluster.threads_per_rank * processes
+    if limits.cpus is not None and cpus > limits.cpus:
+        counted = "" if spec.cpus_per_node else f" ({processes} ranks x cluster.threads_per_rank)"
+        text = f"{cpus}{counted}, but a job may request {limits.cpus} of a node (cluster.node_limits.cpus); lower it"
+        yield Problem((*at, "cpus_per_node"), f"{'.'.join(at)}.cpus_per_node: {text}", keys)
+    if limits.memory and spec.memory and memory_bytes(spec.memory) > memory_bytes(limits.memory):
+        text = f"{spec.memory}, but a job may request {limits.memory} of a node (cluster.node_limits.memory); lower it"
+        yield Problem((*at, "memory"), f"{'.'.join(at)}.memory: {text}", keys)
 
 
 def _shares(config: Config, layout: RoleLayout) -> list[tuple[str, ComponentConfig, list[int]]]:

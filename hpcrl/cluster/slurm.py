@@ -7,7 +7,7 @@ import re
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -104,24 +104,6 @@ def find_accounted(job_id: int) -> Job | None:
         return None
     # A record that was never closed (for example, after a loss of the controller's state) does not mean a live job.
     return Job(job_id, states[0], 0, states[0] == "PREEMPTED", "", None) if states and states[0] not in LIVE else None
-
-
-def consumed_joules(jobs: Sequence[int]) -> float:
-    """Energy of these jobs, with all their requeues, from the accounting database; 0 if it has none, or if Slurm cannot
-    be queried. Steps that run at the same time on the same nodes each count the nodes' whole energy, so a start of a
-    job counts as its largest step."""
-    numbers = ",".join(map(str, jobs))
-    try:
-        text = call("sacct", "-n", "-P", "-D", "-j", numbers, "-o", "JobID,ConsumedEnergyRaw", timeout_s=TRIAL_S)
-    except SlurmError:
-        return 0.0
-    starts: list[float] = []
-    for line in text.splitlines():
-        name, _, joules = line.partition("|")
-        if "." not in name or not starts:  # a job's own line comes before its steps
-            starts.append(0.0)
-        starts[-1] = max(starts[-1], float(joules) if re.fullmatch(r"\d+(\.\d+)?", joules) else 0.0)
-    return sum(starts)
 
 
 def submit(script: Path, output: Path, *, after: int | None = None) -> tuple[int, str]:
@@ -230,12 +212,20 @@ def call(*command: str, environ: Mapping[str, str] = os.environ, timeout_s: floa
     """Output of a Slurm command; with `told`, its standard error as well. SlurmError with its messages."""
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=timeout_s, check=False, env={**environ, **ENVIRON}
+            command,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=timeout_s,
+            check=False,
+            env={**environ, **ENVIRON},
         )
     except FileNotFoundError:
         raise SlurmError(
             f"{command[0]} is not installed on this machine; run this where Slurm's commands are available"
         ) from None
+    except OSError as error:
+        raise SlurmError(f"{command[0]} cannot be started: {error.strerror or error}") from error
     except subprocess.TimeoutExpired:
         raise SlurmSilent(f"{command[0]} gave no answer within {timeout_s:g} s") from None
     if done.returncode != 0:

@@ -23,11 +23,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hpcrl.cluster import slurm
-from hpcrl.commands.status import RUNS, RunFolder, find_job, find_run, state
+from hpcrl.commands.status import RunFolder, find_folder, find_job, state
 from hpcrl.config import ConfigError
 from hpcrl.report.index import entry, index
 from hpcrl.report.page import page
 from hpcrl.report.run_files import RunFiles
+from hpcrl.report.run_hours import accounting_of
 from hpcrl.system.cli import ArgumentParser, show, use_utf8
 from hpcrl.system.exit_codes import ExitCode
 from hpcrl.system.files import write_durably
@@ -45,20 +46,6 @@ def state_in_words(folder: Path) -> str:
         return state(known, None if known.finished else find_job(known))
     except (ConfigError, OSError, slurm.SlurmError) as error:
         return f"unknown: {' '.join(str(error).split())}"
-
-
-def energy_in_words(run: RunFiles) -> str:
-    """What Slurm accounted for the run's jobs; empty without accounting of energy."""
-    jobs = sorted({job for attempt in run.attempts if isinstance(job := attempt.owner.get("job"), int)})
-    joules = slurm.consumed_joules(jobs) if jobs else 0.0
-    return f"{joules / 3.6e6:.3g} kWh in Slurm's accounting ({len(jobs)} job(s))" if joules else ""
-
-
-def _folder(name: str) -> Path:
-    for path in (Path(name), RUNS / name):
-        if path.is_dir():
-            return path
-    return find_run(name)
 
 
 def _write(path: Path, text: str) -> None:
@@ -94,12 +81,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     began = time.monotonic()
     try:
         arguments = parser.parse_args(argv)
-        folders = list(dict.fromkeys(map(_folder, arguments.runs)))
+        folders = list(dict.fromkeys(map(find_folder, arguments.runs)))
         if len(folders) > 1 and arguments.out is None:
             raise ValueError(f"{len(folders)} runs in one report need a place for it: --out FILE.html or --out FOLDER")
         runs = [RunFiles(folder, state_in_words(folder)) for folder in folders]
         for run in runs:
-            run.energy = energy_in_words(run)
+            run.accounting = accounting_of(run)
         out = runs[0].path / REPORT if arguments.out is None else Path(arguments.out)
         if out.suffix == ".html" and not out.is_dir():
             _write(out, page(runs))

@@ -24,6 +24,7 @@ from typing import Any
 
 from hpcrl.checkpoint.best import read_best
 from hpcrl.cluster import slurm
+from hpcrl.cluster.accounting import Accounting
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.cluster.placement import Placement
 from hpcrl.config import Config, ConfigError
@@ -34,6 +35,9 @@ from hpcrl.metrics.log import METRICS, read_metrics
 from hpcrl.metrics.progress import RECENT_STEPS, SHOWN, TRAINED, evaluations_left
 from hpcrl.metrics.responses import count_responses
 from hpcrl.node.preflight import read_judgement, read_reports
+from hpcrl.report.hours_text import in_short
+from hpcrl.report.run_files import NOT_ASKED, RunFiles
+from hpcrl.report.run_hours import accounting_of, run_hours
 from hpcrl.run_folder import (
     CONFIG,
     OWNERS,
@@ -156,8 +160,9 @@ class RunFolder:
         return next(((row["step"], row[name]) for row in reversed(self.rows) if row.get(name) is not None), None)
 
 
-def describe(run_dir: Path, job: slurm.Job | None, now: float) -> str:
-    """The run as lines of `label  text`. `job` is from Slurm or its accounting, None if neither lists one."""
+def describe(run_dir: Path, job: slurm.Job | None, now: float, accounting: Accounting = NOT_ASKED) -> str:
+    """The run as lines of `label  text`. `job` is from Slurm or its accounting, None if neither lists one; `accounting`
+    has the hours of its jobs, if it was asked."""
     run = RunFolder(run_dir)
     config = run.config
     name, pipeline = (run.values.get(key) for key in ("run_name", "pipeline"))
@@ -176,6 +181,8 @@ def describe(run_dir: Path, job: slurm.Job | None, now: float) -> str:
         if config is not None and (runs or not run.finished):
             rows += [("time", text) for text in _time(run, config, job if runs else None, now)]
         rows.append(("saved", _checkpoint(run, now)))
+    if cost := in_short(run_hours(RunFiles(run_dir, state(run, job), accounting), now)):
+        rows.append(("cost", cost))
     rows += _branches(run)
     rows += _restarts(run)
     rows += [("samples", text) for text in _sample_errors(run)]
@@ -307,6 +314,12 @@ def find_run(name: str) -> Path:
     raise ConfigError([f"job {name} belongs to no run in {RUNS}/, and Slurm does not give its folder: {why}"])
 
 
+def find_folder(name: str) -> Path:
+    """As find_run(), but a folder need not have a configuration, which a run that has not started or is damaged may
+    lack."""
+    return next((path for path in (Path(name), RUNS / name) if path.is_dir()), None) or find_run(name)
+
+
 def find_job(run: RunFolder) -> slurm.Job | None:
     """The current or waiting job of this run, else its last job; None if Slurm lists none. Its state is UNKNOWN, with
     the reason, if Slurm cannot be queried or the job belongs to another cluster."""
@@ -424,9 +437,15 @@ def _scores(run_dir: Path) -> list[str]:
 def _checkpoint(run: RunFolder, now: float) -> str:
     step = committed_step(run.folder)
     if step < 0:
-        return "no checkpoint yet"
+        return f"no checkpoint yet{_failed_saves(run, step)}"
     age = max(now - (run.folder / "checkpoints" / step_name(step) / "manifest.json").stat().st_mtime, 0.0)
-    return f"step {step}, {duration(age)} ago{_best(run.folder / 'checkpoints')}"
+    return f"step {step}, {duration(age)} ago{_best(run.folder / 'checkpoints')}{_failed_saves(run, step)}"
+
+
+def _failed_saves(run: RunFolder, step: int) -> str:
+    """How many saves have failed since the checkpoint of `step`."""
+    failed = run.rows[-1].get("checkpoint/failed") if run.rows and run.step > step else None
+    return f"; {failed:.0f} save(s) failed since" if failed else ""
 
 
 def _best(checkpoints: Path) -> str:
@@ -467,6 +486,12 @@ def _outcome(owner: dict[str, Any]) -> str:
     return "ended" if "ended" in owner else "lost without a report"
 
 
+def _described(folder: Path, job: slurm.Job | None) -> str:
+    """The run with the hours of its jobs, unless Slurm cannot be queried anyway."""
+    silent = job is not None and job.state == "UNKNOWN"
+    return describe(folder, job, time.time(), NOT_ASKED if silent else accounting_of(RunFiles(folder)))
+
+
 def main(argv: Sequence[str]) -> int:
     """Command line."""
     if len(argv) > 1 or any(word.startswith("-") for word in argv):
@@ -482,7 +507,8 @@ def main(argv: Sequence[str]) -> int:
     code = ExitCode.DONE
     for folder in folders:
         try:
-            shown = (describe if argv else line)(folder, find_job(RunFolder(folder)), time.time())
+            job = find_job(RunFolder(folder))
+            shown = _described(folder, job) if argv else line(folder, job, time.time())
         except (ConfigError, OSError) as error:  # the other runs are still shown
             print(f"hpcrl: {error}", file=sys.stderr)
             code = ExitCode.BAD_INPUT

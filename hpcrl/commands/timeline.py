@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from hpcrl.commands.status import RUNS, find_run
+from hpcrl.commands.status import find_folder
 from hpcrl.metrics.duration import duration
 from hpcrl.system.cli import ArgumentParser, show
 from hpcrl.system.exit_codes import ExitCode
@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Returns 0, or 2 on bad input."""
     try:
         arguments = _parser().parse_args(argv)
-        step = _step_of(_folder(arguments.run), arguments.step)
+        step = _step_of(find_folder(arguments.run), arguments.step)
         if arguments.chrome_trace is not None:
             _write(step, arguments.chrome_trace)
     except (ValueError, OSError) as error:
@@ -53,10 +53,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--step", type=int, metavar="N", help="the step; default: the newest")
     parser.add_argument("--chrome-trace", type=Path, metavar="FILE", help="write the step's events to this new file")
     return parser
-
-
-def _folder(name: str) -> Path:
-    return next((path for path in (Path(name), RUNS / name) if path.is_dir()), None) or find_run(name)
 
 
 def _step_of(run: Path, step: int | None) -> StepTimeline:

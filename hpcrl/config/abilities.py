@@ -92,6 +92,7 @@ def check_abilities(config: Config) -> Iterator[Problem]:
             yield Problem(path, f"{dotted(path)}: {text}; install the package that adds it")
     if not config.learns_from_rewards:
         return
+    yield from _divergence(config)
     if config.trainer.router_replay:
         for path, kind, name, able in (
             (trains, "trainer", train_engine, {n: spec.router_replay for n, spec in TRAIN_ENGINES.items()}),
@@ -108,10 +109,6 @@ def check_abilities(config: Config) -> Iterator[Problem]:
     if config.learns and (lacking := sorted(config.algorithm_spec.outputs(config.algorithm) - trainer.computes)):
         text = f"the objective needs {', '.join(lacking)}, which the {train_engine} trainer does not compute"
         yield Problem(("algorithm",), f"algorithm: {text}; choose another trainer.engine", (trains,))
-    if config.uses_teacher and config.teacher.form != "sampled" and "divergence" not in trainer.computes:
-        instead = _able(TRAIN_ENGINES, trains, lambda spec: "divergence" in spec.computes)
-        text = f"{config.teacher.form}: the {train_engine} trainer computes no divergence; use sampled{instead}"
-        yield Problem(("teacher", "form"), f"teacher.form: {text}", (trains,))
 
 
 def _optimizers(config: Config) -> Iterator[Problem]:
@@ -217,8 +214,11 @@ def _teacher(config: Config) -> Iterator[Problem]:
         yield from _without_policy("teacher", config, ("endpoint", "url"))
         return
     if config.teacher.source == "folder" and not teachers(config.teacher):
-        text = "there is no model to learn from; give a folder in HF layout with the policy's tokenizer, or an endpoint"
-        involved = (("teacher", "paths"), ("algorithm",), ("pipeline",))
+        text = (
+            "there is no model to learn from; give a folder in HF layout with the policy's tokenizer, or folders of "
+            "domains (teacher.paths), a server (teacher.endpoint) or the policy itself (teacher.source)"
+        )
+        involved = (*(("teacher", key) for key in ("paths", "endpoint", "source")), ("algorithm",), ("pipeline",))
         yield Problem(("teacher", "path"), f"teacher.path: {text}", involved)
         return
     yield from check_teacher_paths(config)
@@ -232,6 +232,20 @@ def _teacher(config: Config) -> Iterator[Problem]:
         instead = _able(TRAIN_ENGINES, key, lambda spec: spec.deterministic)
         text = f"deterministic: the {name} teacher is not deterministic; use false{instead}"
         yield Problem(("deterministic",), text, (key,))
+
+
+def _divergence(config: Config) -> Iterator[Problem]:
+    """Report a trainer that compares the policy with its teacher only by the tokens that the policy drew."""
+    name, form = config.train_engine, config.teacher.form
+    if not config.uses_teacher or form == "sampled" or "divergence" in TRAIN_ENGINES[name].computes:
+        return
+    at, path = ("trainer", "engine"), ("teacher", "form")
+    if config.debug == "fake":
+        text = f"{form} compares vocabularies, and the trainer of debug=fake has none; use sampled"
+        yield Problem(path, f"teacher.form: {text}", (("debug",),))
+        return
+    instead = _able(TRAIN_ENGINES, at, lambda spec: "divergence" in spec.computes)
+    yield Problem(path, f"teacher.form: {form}: the {name} trainer computes no divergence; use sampled{instead}", (at,))
 
 
 def _heads(config: Config) -> Iterator[Problem]:

@@ -70,6 +70,7 @@ def check(config: Config) -> list[Problem]:
         *(problem for path, _, spec in chosen(config) for problem in _check_part(config, path, spec)),
         *_components(config),
         *_slurm_options(config),
+        *_unsupported(config),
         *_warning(config),
     ]
 
@@ -524,6 +525,13 @@ def _slurm_options(config: Config) -> Iterator[Problem]:
                 instead = f"; use {taken[meant]}" if taken[meant] else ""
                 text = f"cluster.{key}: --{name} is set by hpcrl itself{instead}"
                 yield Problem(("cluster", key, name), text)
+
+
+def _unsupported(config: Config) -> Iterator[Problem]:
+    """Refuse a site on which hpcrl cannot run."""
+    if config.cluster.unsupported is not None:
+        path = ("cluster", "unsupported")
+        yield Problem(path, f"cluster: hpcrl cannot run on this site: {config.cluster.unsupported}")
 
 
 def _warning(config: Config) -> Iterator[Problem]:

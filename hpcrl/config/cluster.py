@@ -106,6 +106,12 @@ def _one_line(value: Any) -> str | bool:
     raise ValueError("expected text on one line, true or false")
 
 
+def _as_variable(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise ValueError('expected text; quote it, as in {NAME: "true"}')
+    return str(value) if isinstance(value, int | float) else value
+
+
 OptionName = Annotated[str, Field(pattern=OPTION)]
 OptionValue = Annotated[str | bool, PlainValidator(_one_line)]
 SlurmOptions = Annotated[dict[OptionName, OptionValue], BeforeValidator(_as_mapping)]
@@ -134,7 +140,21 @@ SET_FOR_SRUN = {
 }
 """Options of srun, for the agents, that hpcrl sets itself or does not support -> the key that sets them."""
 GPU_OPTIONS = ("gpus", "gpus-per-node", "gpus-per-task", "gpus-per-socket")
-"""Options of sbatch that request GPUs instead of --gres."""
+"""Options of sbatch with which cluster.sbatch_options replaces hpcrl's own request for GPUs."""
+GpuRequest = Literal["gres", "gpus_per_node", "gpus_per_task", "none"]
+VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+VariableValue = Annotated[str, Field(pattern=r"^[^\x00\r\n]*$"), BeforeValidator(_as_variable)]
+
+
+class NodeLimits(Section):
+    """The largest request for a node of cluster.partition. Slurm refuses or never starts a job that asks for more."""
+
+    gpus: Natural | None = None
+    """GPUs of a node; null: unknown, not checked."""
+    cpus: Annotated[int, Field(ge=1, le=8192), NUMBER] | None = None
+    """CPUs of a node that a job may request; null: unknown, not checked."""
+    memory: Memory | None = None
+    """Memory of a node that a job may request, such as 480G; null: unknown, not checked."""
 
 
 class ComponentConfig(Section):
@@ -150,6 +170,8 @@ class ComponentConfig(Section):
     """GPUs per node; 0: no GPUs are requested."""
     gpu_type: Word | None = None
     """Type of the GPUs, as named by the cluster."""
+    gpu_request: GpuRequest | None = None
+    """Option of sbatch that requests the GPUs; null: cluster.gpu_request."""
     memory: Memory | None = None
     """Memory per node, such as 500G; null: the partition's default."""
     partition: Word | None = None
@@ -182,6 +204,14 @@ class ClusterConfig(Section):
     has bound the rank to one NUMA node; off: all CPUs of the job on the node."""
     components: dict[Annotated[str, Field(pattern=COMPONENT)], ComponentConfig] = {}
     """Component -> its nodes; empty: one node for all ranks. Several components make a heterogeneous job."""
+    gpu_request: GpuRequest = "gres"
+    """Option of sbatch that requests a component's GPUs: gres is --gres=gpu:TYPE:N, gpus_per_node is
+    --gpus-per-node=TYPE:N, gpus_per_task is --gpus-per-task=TYPE:N (hpcrl starts one task per node); none: no option,
+    for sites whose nodes come whole, with their GPUs."""
+    node_limits: NodeLimits = NodeLimits()
+    """The largest request for a node; components in another partition are not checked."""
+    unsupported: str | None = None
+    """Why hpcrl cannot run on this site, for its file in conf/cluster: every start is refused with this text."""
     account: Word | None = None
     """Account to charge; null: your default, or SBATCH_ACCOUNT."""
     partition: Word | None = None
@@ -212,6 +242,10 @@ class ClusterConfig(Section):
     """Additional options of the srun that starts the agents, such as {mpi: pmix}."""
     modules: list[Word] = []
     """Environment modules to load on the nodes."""
+    environment: dict[VariableName, VariableValue] = {}
+    """Environment variables of all processes of the job, such as {NCCL_CROSS_NIC: 1}, set after the modules are loaded;
+    the shell expands nothing in the values. They are stored with the configuration, so give no secrets. A run on this
+    machine (name=local) keeps your shell's variables and sets none of these."""
     prologue: str = ""
     """Shell lines run on the first node before anything else, such as `source ~/venv/bin/activate`. A line that fails
     ends the job."""

@@ -26,6 +26,12 @@ def check_teacher_endpoint(config: Config) -> Iterator[Problem]:
     if teacher.form == "full":
         text = "full, but an endpoint gives no hidden states; use sampled or top_k, or teacher.path"
         yield Problem(("teacher", "form"), f"teacher.form: {text}", (URL,))
+    if teacher.form == "top_k" and endpoint.protocol == "openai":
+        text = (
+            "top_k, but the protocol openai names tokens by their texts, not by ids; use sampled, or "
+            "teacher.endpoint.protocol=vllm or sglang"
+        )
+        yield Problem(("teacher", "form"), f"teacher.form: {text}", ((*AT, "protocol"),))
     if temperature != 1:
         text = f"{temperature:g}, but an endpoint's log-probs are at temperature 1; use 1, or teacher.path"
         yield Problem(("rollout", "temperature"), f"rollout.temperature: {text}", (URL,))

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self, TypeVar
 from pydantic import AfterValidator, Field
 
 from hpcrl.config.part_names import own_section, section_name
-from hpcrl.spec.fields import NUMBER, Natural, NonNegative, Positive, PositiveFloat, Section, Share
+from hpcrl.spec.fields import NUMBER, Natural, NonEmpty, NonNegative, Positive, PositiveFloat, Section, Share
 from hpcrl.spec.freeze import freezable
 from hpcrl.spec.lora import matched, regular
 from hpcrl.spec.tables import GEN_ENGINES, TRAIN_ENGINES
@@ -158,7 +158,7 @@ class GeneratorConfig(Section):
 class JudgeConfig(GeneratorConfig):
     """The model of the role judge and its engine, for rewards whose judge has `role: judge`. It is not trained."""
 
-    path: str | None = None
+    path: NonEmpty | None = None
     """Folder in HF layout, with a tokenizer that has a chat template."""
     max_num_seqs: Positive = 32
     """Requests that a rank decodes at once."""

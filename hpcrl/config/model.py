@@ -8,7 +8,7 @@ from pydantic import Field
 
 from hpcrl.models.families import family_of
 from hpcrl.models.mtp import ModelMTP
-from hpcrl.spec.fields import NUMBER, Positive, PositiveFloat, Section, Seed
+from hpcrl.spec.fields import NUMBER, NonEmpty, Positive, PositiveFloat, Section, Seed
 
 MIN_VOCABULARY = 259
 """Tokens of the tokenizer created for model.tiny: every byte and three special tokens."""
@@ -171,7 +171,7 @@ class TinyModel(Section):
 class ModelConfig(Section):
     """The policy. `path` is a folder in HF layout; without a path, model.tiny is created inside the run folder."""
 
-    path: str | None = None
+    path: NonEmpty | None = None
     """Folder in HF layout (config.json, *.safetensors, tokenizer.json); null: create model.tiny."""
     tiny: TinyModel = TinyModel()
     """The model to create if no path is given."""
@@ -188,10 +188,10 @@ class ReferenceConfig(Section):
     """The frozen model of the role reference, for KL terms and pipelines that ask for it. Its engine reads the keys of
     `trainer`, and model.dtype."""
 
-    path: str | None = None
+    path: NonEmpty | None = None
     """Folder in HF layout, with a tokenizer in which every token of the policy has the same id; null: the policy's
     initial model (model)."""
-    cache: str | None = None
+    cache: NonEmpty | None = None
     """Folder, on a file system of all nodes, for the reference's log-probs of all rows of a pipeline that learns from
     answers. They are computed once, before the first step, and read by later runs of the same model and rows; null:
     computed in every step."""

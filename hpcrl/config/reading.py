@@ -242,6 +242,8 @@ def _wrong(path: Path, detail: Any) -> str:
         return f"{name}: missing"
     if kind == UNAVAILABLE:
         return f"{name}: {detail['msg']}"
+    if kind == "string_too_short" and not detail["input"]:
+        return f"{name}: empty; give a value, or leave the key out"
     if kind in ("union_tag_invalid", "literal_error"):
         context = detail["ctx"]
         got = str(context.get("tag", detail["input"]))

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
 
-from hpcrl.spec.fields import NUMBER, Float, Natural, NonNegative, Positive, PositiveFloat, Section
+from hpcrl.spec.fields import NUMBER, Float, Natural, NonEmpty, NonNegative, Positive, PositiveFloat, Section
 from hpcrl.spec.tables import TRAIN_ENGINES
 
 
@@ -29,7 +29,7 @@ class CriticConfig(Section):
     """The critic, which an algorithm with values (gae, turn_gae) trains in addition to the policy. The section
     `trainer` has all other keys of its engine, and the engine's section."""
 
-    path: str | None = None
+    path: NonEmpty | None = None
     """Folder in HF layout with its initial decoder, and with its head if it is an exported critic; null: the policy's
     folder (model)."""
     engine: Annotated[str, AfterValidator(train_engine_name)] | None = None
@@ -58,7 +58,7 @@ class CriticConfig(Section):
 class RewardModelConfig(Section):
     """The model of the role reward_model, for the reward reward_model. It is not trained."""
 
-    path: str | None = None
+    path: NonEmpty | None = None
     """Folder in HF layout of a model for sequence classification, or of an exported critic, with a tokenizer."""
     head_weights: Annotated[dict[str, Float], AfterValidator(_not_zero)] = {}
     """Maps heads of a model with several, by their names in config.json (id2label), to their weights in the score;

@@ -120,6 +120,12 @@ class Config(Section):
     """Steps between evaluations; 0: never."""
     keep_checkpoints: Annotated[int, Field(ge=2), NUMBER] = 2
     """Newest checkpoints kept."""
+    prune_when_full: bool = True
+    """Before a save that would not fit (free space, inodes, quota), delete the oldest checkpoints, but never the newest
+    valid and the best one; false: keep them."""
+    max_failed_saves: Natural = 10
+    """Saves in a row that a full or failing file system may refuse before the run ends; each is tried again after the
+    next step. The save before a stop and at the end must succeed; 0: the first failure ends the run."""
     keep_best: KeepBestConfig = KeepBestConfig()
     """The best checkpoint."""
     resume: Literal["auto", "fresh"] = "auto"

@@ -10,17 +10,17 @@ from hpcrl.config.scalar_heads import train_engine_name
 from hpcrl.config.self_teaching import SelfTeaching
 from hpcrl.config.teacher_endpoint import TeacherEndpoint
 from hpcrl.spec.divergence import DivergenceForm
-from hpcrl.spec.fields import NUMBER, Positive
+from hpcrl.spec.fields import NUMBER, NonEmpty, Positive
 
 
 class TeacherConfig(SelfTeaching):
     """The model of the role teacher, which judges every token that the policy generates. Its engine reads the
     keys of `trainer` that are not about optimisation, and holds the weights in trainer.param_dtype."""
 
-    path: str | None = None
+    path: NonEmpty | None = None
     """Folder in HF layout of a model of any size, with a tokenizer in which every token of the policy has the same id;
     null: no teacher, or another one (paths, endpoint, source)."""
-    paths: dict[str, str] = {}
+    paths: dict[str, NonEmpty] = {}
     """Domain -> folder, in place of path: the domain's tokens learn from this teacher; the key default is for all other
     domains. Domains with the same folder share its model."""
     endpoint: TeacherEndpoint = TeacherEndpoint()

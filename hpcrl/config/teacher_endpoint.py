@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 import urllib.parse
-from typing import Annotated
+from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator
 
-from hpcrl.spec.fields import Count, Seconds, Section
+from hpcrl.spec.fields import Count, NonEmpty, Seconds, Section
 
 
 def _address(url: str) -> str:
@@ -32,16 +32,19 @@ def _variable(name: str) -> str:
     return name
 
 
+EndpointProtocol = Literal["vllm", "sglang", "openai"]
 EndpointUrl = Annotated[str, AfterValidator(_address)]
 
 
 class TeacherEndpoint(Section):
-    """A teacher behind an OpenAI-compatible server that gives log-probs of a prompt's tokens, as vLLM does; in place of
-    teacher.path."""
+    """A teacher behind a server that gives log-probs of a prompt's tokens, in place of teacher.path."""
 
     url: EndpointUrl | None = None
     """Address of the server, including /v1; null: the teacher is a folder."""
-    model: Annotated[str, Field(min_length=1)] | None = None
+    protocol: EndpointProtocol = "vllm"
+    """How the server is asked. vllm: prompt_logprobs of /v1/completions; sglang: /generate, beside /v1; openai: echo of
+    /v1/completions, which names tokens by texts, so teacher.form must be sampled."""
+    model: NonEmpty | None = None
     """Name of the model at the endpoint."""
     api_key_env: Annotated[str, AfterValidator(_variable)] | None = None
     """Environment variable with the endpoint's key; null: no key."""

@@ -22,6 +22,8 @@ OTHERS = (
     ("save_every",),
     ("eval_every",),
     ("keep_checkpoints",),
+    ("prune_when_full",),
+    ("max_failed_saves",),
     ("check_weights",),
     ("keep_best",),
     ("resume_from",),

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
+from hpcrl.config.cluster import GPU_OPTIONS
 from hpcrl.config.engines import LoRAConfig, TrainerConfig
 from hpcrl.config.own_objective import unread_with_objective
 from hpcrl.config.part_names import section_name
+from hpcrl.config.roles import check_unused_ranks
 from hpcrl.config.rollout import DomainRolloutConfig
 from hpcrl.config.scalar_heads import CriticConfig
 from hpcrl.config.schema import Config
@@ -59,7 +61,8 @@ def check_unused_keys(config: Config, given: Mapping[Path, bool], chosen: Iterab
                 if on_command_line or not Problem(cause, "").touches(by_hand):
                     problems.append(Problem(path, f"{dotted(path)}: not read here, {why}", (cause,)))
                 break
-    return problems
+    reported = {problem.path for problem in problems}
+    return problems + [found for found in check_unused_ranks(config, by_hand) if found.path not in reported]
 
 
 def _unread(config: Config) -> Iterator[tuple[Path, Path, str]]:
@@ -124,10 +127,15 @@ def _unread_of_sections(config: Config) -> Iterator[tuple[Path, Path, str]]:
     if config.cluster.container == "none":
         for key in ("image", "mounts"):
             yield ("cluster", key), ("cluster", "container"), "the ranks run in no container"
+    if set(GPU_OPTIONS) & set(config.cluster.sbatch_options):
+        asks, text = ("cluster", "sbatch_options"), "cluster.sbatch_options requests the GPUs"
+        yield ("cluster", "gpu_request"), asks, text
+        yield from ((("cluster", "components", name, "gpu_request"), asks, text) for name in config.cluster.components)
     for name, spec in config.cluster.components.items():
         if not spec.gpus_per_node:
             at = ("cluster", "components", name)
-            yield (*at, "gpu_type"), (*at, "gpus_per_node"), "the component requests no GPUs"
+            for key in ("gpu_type", "gpu_request"):
+                yield (*at, key), (*at, "gpus_per_node"), "the component requests no GPUs"
     if not config.timeline.enabled:
         yield ("timeline", "keep_steps"), ("timeline", "enabled"), "nothing is recorded"
     if not config.profile.steps:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import logging
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,16 +46,28 @@ class BestStep:
     def restore(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Find the best of the checkpoints that exist, by the rows of metrics.jsonl, which end with the restored step;
         a step that lacks its row, but is named in BEST, counts as well. BEST is then up to date."""
-        steps = steps_in(self._root)
-        self.best = None
-        if self._metric is not None:
-            named = _named(self._root, self._metric, self._mode)
-            logged = {row["step"] for row in rows}
-            extra = [{"step": named.step, self._metric: named.value}] if named and named.step not in logged else []
-            ordered = sorted([*rows, *extra], key=lambda row: row["step"])
-            self.best = best_of(ordered, self._metric, self._mode, steps)
+        self.best = self._best_of(rows, steps_in(self._root))
         if self._root.is_dir():
             name_best(self._root, self.best)
+
+    def kept_steps(self) -> set[int]:
+        """The steps of the best evaluation and of the checkpoint that BEST names, which may be an earlier one."""
+        named = _named(self._root, self._metric, self._mode) if self._metric is not None else None
+        return {best.step for best in (self.best, named) if best is not None}
+
+    def forget(self, step: int, rows: Sequence[Mapping[str, Any]], now: int) -> None:
+        """Find the best again after the save of its step has failed: of the checkpoints that exist and of step `now`,
+        which may still be saved."""
+        self.best = self._best_of(rows, {*steps_in(self._root), now} - {step})
+
+    def _best_of(self, rows: Sequence[Mapping[str, Any]], steps: Collection[int]) -> Best | None:
+        if self._metric is None:
+            return None
+        named = _named(self._root, self._metric, self._mode)
+        logged = {row["step"] for row in rows}
+        extra = [{"step": named.step, self._metric: named.value}] if named and named.step not in logged else []
+        ordered = sorted([*rows, *extra], key=lambda row: row["step"])
+        return best_of(ordered, self._metric, self._mode, steps)
 
 
 def best_line(best: Best, run_dir: Path) -> str:

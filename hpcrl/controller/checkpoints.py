@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import shutil
 import time
@@ -16,22 +15,43 @@ from typing import Any, Protocol
 
 from hpcrl.algorithms.adaptive import after_changes
 from hpcrl.checkpoint.best import Best
-from hpcrl.checkpoint.commit import Facts, FileEntry, Latest, begin, commit, find_latest, find_step, seal_files
+from hpcrl.checkpoint.commit import (
+    Facts,
+    FileEntry,
+    Latest,
+    begin,
+    commit,
+    find_latest,
+    find_step,
+    newest_whole,
+    seal_files,
+)
 from hpcrl.checkpoint.lineage import abandon_after, cut_metrics, gaps, since
+from hpcrl.checkpoint.room import Room, Size
 from hpcrl.checkpoint.state import STATE, encode_state, read_state
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.config import Config
-from hpcrl.config.renamed_keys import with_new_keys
 from hpcrl.controller.best import BestStep
-from hpcrl.controller.long_commands import PolledOperation, Stalled
+from hpcrl.controller.failed_saves import FailedSaves
+from hpcrl.controller.long_commands import PolledOperation, Stalled, raise_if_unwritten
+from hpcrl.controller.saved_layout import differences, layout_facts
 from hpcrl.messaging.dispatcher import Controller, RankFailed, Started
-from hpcrl.messaging.messages import CheckFiles, FinishCheck, FinishSave, LoadPending, LoadState, SavePending, SaveState
+from hpcrl.messaging.messages import (
+    AbandonSave,
+    CheckFiles,
+    FinishCheck,
+    FinishSave,
+    LoadPending,
+    LoadState,
+    SavePending,
+    SaveState,
+)
 from hpcrl.metrics.log import read_metrics
 from hpcrl.metrics.stats import Stats, merge, scalar
+from hpcrl.planner.storage import planned_checkpoint_bytes
 from hpcrl.rollout.pending import drop_others
-from hpcrl.run_folder import ENGINE_KEYS, changed_keys, check_owner, division_keys, newest_branch, settle_branch
-from hpcrl.spec.tables import ROLES
-from hpcrl.system.files import write_durably
+from hpcrl.run_folder import changed_keys, check_owner, newest_branch, settle_branch
+from hpcrl.system.files import is_storage_error, steps_in, write_durably
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +61,8 @@ LOAD_PER_CHECK = 2.0
 """Extra time for loading, as a multiple of the time that checking all files took."""
 WRITTEN = "time/save_write"
 """Statistic of FinishSave: seconds of a rank's writer, present once it has ended."""
+FILES_PER_RANK = 3
+"""Of a checkpoint, with a part of the folders and of rank 0's files; until the first one is measured."""
 
 
 class CheckpointError(RuntimeError):
@@ -79,6 +101,7 @@ class _Snapshot:
     writing: PolledOperation
     held: list[FileEntry]
     best: Best | None
+    copied: bool
     committing: Future[float] | None = None
 
 
@@ -88,6 +111,8 @@ class Checkpoints:
     A save blocks training while every rank copies its state to host memory. Writing continues during the next steps;
     then a thread commits, while rollouts are generated or at a step boundary. A save that the run waits for, at its end
     or before it stops, is written without a copy.
+
+    The run goes on after a failure of a save between steps (max_failed_saves); the save that it waits for must succeed.
     """
 
     def __init__(
@@ -113,6 +138,8 @@ class Checkpoints:
         self._thread = ThreadPoolExecutor(1, "commit")
         self._stats: Stats = {}
         self.best = BestStep(config, self._root)
+        self._failures = FailedSaves(config.max_failed_saves)
+        self._room = Room(self._root, attempt, config.prune_when_full)
 
     def expected_save_s(self) -> float:
         """Expected seconds until a save that starts now is committed, by the last save of any attempt; 0 if none."""
@@ -123,41 +150,51 @@ class Checkpoints:
 
     def take_stats(self) -> Stats:
         """Seconds of saves since the last call: time/save (training was blocked, also by an unfinished earlier save),
-        time/save_drain (from the copy to the commit)."""
+        time/save_drain (from the copy to the commit); and checkpoint/failed, the saves in a row that failed, if any."""
         stats, self._stats = self._stats, {}
-        return stats
+        failed = self._failures.take_worst()
+        return stats | ({"checkpoint/failed": scalar(failed)} if failed else {})
 
     def check_owner(self) -> None:
         """SupersededError if another attempt owns the run folder."""
         check_owner(self._run_dir, self._attempt)
 
     def maybe_save(self, step: int) -> None:
-        """Begin a save if due by save_every or keep_best, and commit an earlier save if it is written; errors as in
-        save()."""
-        due = (bool(self._config.save_every) and step % self._config.save_every == 0) or self.best.is_at(step)
+        """Begin a save if due by save_every or keep_best, or since the last one failed, and commit an earlier save if
+        it is written. Errors as in save(), but NotSavedError only if the run cannot go on without the checkpoint."""
         start = time.perf_counter()
-        self._drain(wait=due)
-        if due and step > self._saved_step:
-            self._begin(step)
+        self._advance(step, wait=self._is_due(step))
+        if self._is_due(step) and step > self._saved_step:
+            try:
+                self._begin(step)
+            except NotSavedError as error:
+                self._go_on_without(step, step, error)
             self._stats = merge([self._stats, {"time/save": scalar(time.perf_counter() - start)}])
+
+    def _is_due(self, step: int) -> bool:
+        again = self._failures.in_row > 0 and self._snapshot is None
+        return (bool(self._config.save_every) and step % self._config.save_every == 0) or self.best.is_at(step) or again
 
     def commit_if_written(self) -> None:
         """Commit the running save within a step if it is written, since the next step boundary may be too late. Does
-        not wait for ranks; errors as in save()."""
+        not wait for ranks; errors as in maybe_save()."""
         if (snapshot := self._snapshot) is None or time.monotonic() - self._polled < POLL_EVERY_S:
             return
         self._polled = time.monotonic()
-        with self._explained(snapshot.step):
-            if snapshot.committing is None and not snapshot.writing.poll(FinishSave(0.0)):
-                return
-        self._drain(wait=False)
+        try:
+            with self._explained(snapshot.step):
+                if snapshot.committing is None and not snapshot.writing.poll(FinishSave(0.0)):
+                    return
+            self._drain(wait=False)
+        except NotSavedError as error:
+            self._go_on_without(snapshot.step, -1, error)
 
     def save(self, step: int) -> None:
         """Commit a checkpoint of `step` and return once it exists (idempotent).
 
-        SupersededError if another attempt owns the run, NotSavedError if the checkpoint cannot be written; earlier
-        checkpoints remain."""
-        self._drain(wait=True)
+        SupersededError if another attempt owns the run, NotSavedError if the checkpoint cannot be written; the
+        newest earlier one remains."""
+        self._advance(step, wait=True)
         if step > self._saved_step:
             self._begin(step, copy=False)
             self._drain(wait=True)
@@ -179,11 +216,37 @@ class Checkpoints:
         for folder in self._root.glob(f"step_*.tmp-{self._attempt}"):
             shutil.rmtree(folder, ignore_errors=True)  # if a rank still writes into it, the next attempt removes it
 
+    def _advance(self, step: int, wait: bool) -> None:
+        """_drain() at the boundary of `step`; a failure does not end the run if it may go on without the checkpoint."""
+        snapshot = self._snapshot
+        try:
+            self._drain(wait)
+        except NotSavedError as error:
+            assert snapshot is not None
+            self._go_on_without(snapshot.step, step, error)
+
+    def _go_on_without(self, step: int, now: int, error: NotSavedError) -> None:
+        """Give up the save of `step`, at the boundary of step `now`, or within a step (-1); raises the error if the run
+        must end. Does not wait for ranks."""
+        if is_storage_error(error.__cause__) and step in steps_in(self._root):  # committed, but LATEST or BEST is older
+            logger.warning("the checkpoint of step %d exists, but not all of its commit succeeded: %s", step, error)
+            self._saved_step, self._snapshot = step, None
+            self._failures.end()
+            return
+        self._failures.add(error)
+        self._snapshot = None
+        for rank in self._writers:
+            self._controller.send(rank, AbandonSave())
+        self.discard()
+        if self.best.is_at(step):
+            self.best.forget(step, read_metrics(self._run_dir), now)
+
     def _begin(self, step: int, copy: bool = True) -> None:
         """Start to write each rank's state, or a copy if training continues; keep the small state of this step."""
         began = time.perf_counter()
         self.check_owner()  # begin() removes other files of this step, which may be a newer attempt's
         with self._explained(step):
+            self._room.make(self._kept, was_refused=self._failures.was_refused, anyway=not copy)
             folder = begin(self._root, step, self._attempt)
             self.counters["seconds"] += time.time() - self._started
             self._started = time.time()
@@ -191,11 +254,18 @@ class Checkpoints:
             self._controller.call(dict.fromkeys(self._writers, SaveState(str(folder), copy)))
             while len(answers := self._controller.finish(holding)) < len(holding):  # a generator was lost
                 content, holding = self._hold(step, folder)
+            raise_if_unwritten(self._controller, answers)
             held = [FileEntry(*file) for done in answers.values() for file in done.files]
         writing = PolledOperation(self._controller, self._writers, "writing")
         self._snapshot = _Snapshot(
-            step, folder, content, began, time.perf_counter() - began, writing, held, self.best.best
+            step, folder, content, began, time.perf_counter() - began, writing, held, self.best.best, copy
         )
+
+    def _kept(self) -> set[int]:
+        """The checkpoints that are never deleted to make room: those that a resume or the best needs; empty if none
+        is known to be whole, and none may be deleted."""
+        whole = newest_whole(self._root) if self._saved_step >= 0 else None
+        return {whole, self._saved_step, *self.best.kept_steps()} if whole is not None else set()
 
     def _hold(self, step: int, folder: Path) -> tuple[bytes, Started]:
         """Return the small state, and make generators write its samples before a later command can drop them."""
@@ -225,6 +295,18 @@ class Checkpoints:
         drain_s = time.perf_counter() - snapshot.began - snapshot.stall_s
         self._stats = merge([self._stats, {"time/save_drain": scalar(drain_s)}])
         self._saved_step, self._snapshot = snapshot.step, None
+        self._failures.end()
+        if snapshot.copied:
+            self._thread.submit(self._look_ahead)
+
+    def _look_ahead(self) -> None:
+        """Warn if another checkpoint as large as the last, or as the planned one, does not fit."""
+        with contextlib.suppress(OSError):  # the next save shows it
+            if self._saved_step >= 0:
+                self._room.measure(self._saved_step)
+            elif planned := planned_checkpoint_bytes(self._config):
+                self._room.need = Size(planned, FILES_PER_RANK * len(self._writers))
+            self._room.foresee(self._kept)
 
     def _commit(self, snapshot: _Snapshot) -> float:
         """Commit the ranks' files with the small state; return the seconds taken."""
@@ -234,7 +316,7 @@ class Checkpoints:
         drop_others(snapshot.folder, [entry.path for entry in snapshot.held])  # written before a generator was lost
         write_durably(snapshot.folder / STATE, snapshot.state)
         entries += seal_files(snapshot.folder, [STATE])
-        facts = Facts(attempt=self._attempt, world=_world(self._config, self._layout))
+        facts = Facts(attempt=self._attempt, world=layout_facts(self._config, self._layout))
         keep, fence, best = self._config.keep_checkpoints, self.check_owner, snapshot.best
         commit(self._root, snapshot.step, snapshot.folder, entries, facts, keep=keep, fence=fence, best=best)
         return time.perf_counter() - start
@@ -274,6 +356,7 @@ class Checkpoints:
         with self._setting_aside(step):
             self.best.restore(read_metrics(self._run_dir))
         if latest is None or latest.path is None:
+            self._thread.submit(self._look_ahead)
             return 0
         assert latest.manifest is not None
         state = read_state(latest.path)
@@ -283,7 +366,7 @@ class Checkpoints:
         loads = dict.fromkeys(self._writers, LoadState(str(latest.path)))
         answers = self._controller.call(loads, more_s=LOAD_PER_CHECK * self._check_s)
         warnings = {text for answer in answers.values() for text in answer.texts}
-        if moved := _moved(latest.manifest.facts.world, _world(self._config, self._layout)):
+        if moved := differences(latest.manifest.facts.world, layout_facts(self._config, self._layout)):
             warnings.add(
                 f"{latest.path.name} was written with {moved}: from here on results are not the same in every bit"
             )
@@ -301,6 +384,7 @@ class Checkpoints:
         self._controller.call({rank: LoadPending(folder, names, held[first]) for rank, first in homes.items()})
         self.counters |= {name: value for name, value in state["counters"].items() if name in self.counters}
         self._saved_step = step
+        self._thread.submit(self._look_ahead)
         if branch_step is not None:
             self.check_owner()
             with self._setting_aside(step):
@@ -339,38 +423,3 @@ def _explained(what: str, kind: type[Exception]) -> Iterator[None]:
         if error.event.kind not in ("input", "storage") or error.event.command not in COMMANDS:
             raise
         raise kind(f"{what}: {error}") from error
-
-
-def _world(config: Config, layout: RoleLayout) -> dict[str, Any]:
-    """Further conditions of bit-identical results in a deterministic run, by key."""
-    values = config.model_dump(mode="json")
-    own = ("layout.generator.tensor_parallel", "cluster.device", "cluster.threads_per_rank", *ENGINE_KEYS)
-    keys = (*own, *division_keys(values))
-    ranks: dict[str, Any] = {f"{role} ranks": list(ranks) for role, ranks in layout.ranks.items()}
-    for role, division in layout.divisions.items():
-        ranks[_sharing(role)] = len(division.groups[0])
-    found = {key: functools.reduce(lambda at, name: at[name], key.split("."), values) for key in keys}
-    ranks |= {"teacher.engine": config.teacher_engine} if config.uses_teacher else {}
-    return ranks | found | {"critic.engine": config.critic_engine}
-
-
-def _sharing(role: str) -> str:
-    return f"ranks that share the rows of {role}"
-
-
-def _moved(before: dict[str, Any], now: dict[str, Any]) -> str:
-    """Differences from the layout that wrote a checkpoint, as text; empty without any."""
-    # Defaults for keys that earlier versions did not write.
-    defaults: dict[str, Any] = dict.fromkeys(map(_sharing, ROLES), 1) | {f"{role} ranks": [] for role in ROLES}
-    defaults |= {key: 1 for key in now if key.endswith("_parallel")}  # splits that earlier versions did not have
-    before = defaults | {key: now[key] for key in ENGINE_KEYS if key in now} | with_new_keys(before)
-    if before.get("critic.engine") is None:  # an earlier version, and the critic has the policy's engine
-        before["critic.engine"] = before.get("trainer.engine")
-    keys = [key for key in now if before.get(key) != now[key]]
-    return ", ".join(f"{key} {_shown(before.get(key))} (now {_shown(now[key])})" for key in keys)
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, list) and len(value) > 2:  # ranks, which are consecutive
-        return f"{value[0]}..{value[-1]}"
-    return ", ".join(map(str, value)) or "none" if isinstance(value, list) else str(value)

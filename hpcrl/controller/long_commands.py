@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from hpcrl.messaging.dispatcher import Controller, RankSilent, Started
 from hpcrl.messaging.messages import Command, Done
@@ -11,6 +11,16 @@ from hpcrl.system.clock import AwakeClock
 
 class Stalled(RankSilent):
     """A rank made no progress with its files within a command's deadline."""
+
+
+def raise_if_unwritten(controller: Controller, answers: Mapping[int, Done]) -> None:
+    """OSError, with its number, if a full or failing file system did not take a rank's files of a checkpoint."""
+    for rank, answer in answers.items():
+        if answer.unwritten is not None:
+            number, text = answer.unwritten
+            error = OSError(f"{controller.describe(rank)}: {text}")
+            error.errno = number
+            raise error
 
 
 class PolledOperation:
@@ -27,7 +37,8 @@ class PolledOperation:
     def ask(self, command: Command) -> bool:
         """Send the command, which asks for progress, to all unfinished ranks; return whether all are finished.
 
-        Stalled names a rank without progress for command_s; other errors as in Controller.call().
+        Stalled names a rank without progress for command_s, OSError one whose file system is full or fails; other
+        errors as in Controller.call().
         """
         self._send(command)
         return self._hear()
@@ -45,6 +56,7 @@ class PolledOperation:
     def _hear(self) -> bool:
         answers, now = self._controller.finish(self._asked), self._clock.now()
         self._asked = []
+        raise_if_unwritten(self._controller, answers)
         for rank, answer in answers.items():
             if answer.progress is None:
                 self.answers[rank] = answer

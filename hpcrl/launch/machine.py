@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.config import Config, Problem
 from hpcrl.config.abilities import chosen
-from hpcrl.node.devices import VISIBLE, bind_gpus, visible_gpus
+from hpcrl.node.devices import VISIBLE, amd_names, bind_gpus, visible_gpus
 from hpcrl.node.gpus import GpuNeeds, unusable
 from hpcrl.spec.problems import dotted
 
@@ -86,6 +86,6 @@ def device_row(config: Config, layout: RoleLayout) -> str:
         return "auto: GPUs on nodes with a GPU for each rank with a model, the CPU on nodes without GPUs"
     gpus = len(visible_gpus(os.environ))
     if gpus:
-        return f"auto: {ranks} of {gpus} GPU(s)"
+        return f"auto: {ranks} of {gpus} GPU(s){f', {names}' if (names := amd_names()) else ''}"
     hidden = VISIBLE in os.environ
     return f"auto: the CPU, since {f'{VISIBLE} names no GPU' if hidden else 'this machine has no GPU'}"

@@ -49,6 +49,7 @@ from hpcrl.spec.problems import dotted
 from hpcrl.system.files import step_name, steps_in
 
 if TYPE_CHECKING:
+    from hpcrl.data.rows import RowSet
     from hpcrl.data.templates import FolderTemplate
     from hpcrl.models.vision import Vision
 
@@ -153,12 +154,26 @@ def _check_inputs(reading: LoadedConfig, config: Config, layout: RoleLayout | No
         _check_imitation(reading, config, template, vision)
         shown = show_rows(config, template, rows, checks)
         shown.image_tokens = most_image_tokens(config, rows, seeing)
+        shown.notes += _check_context_lengths(reading, config, template, rows.get("train"))
         shown.notes += reward_notes(config, rows) if config.learns_from_rewards or config.writes_responses else []
         shown.notes += notes_on_marks(seeing)
         shown.notes += notes_on_judges(config, rows) if vision is not None else []
         shown.notes += notes_on_questions(config, judged)
     reading.add(check_rollouts(config))
     return shown
+
+
+def _check_context_lengths(
+    reading: LoadedConfig, config: Config, template: FolderTemplate | None, rows: RowSet | None
+) -> list[str]:
+    """Checks the lengths of prompts with teacher.context; returns notes for the plan."""
+    from hpcrl.launch.context_lengths import context_lengths
+
+    if template is None or rows is None or (lengths := context_lengths(config, template, rows)) is None:
+        return []
+    problems = list(lengths.problems(config))
+    reading.add(problems)
+    return [] if problems else list(lengths.notes(config))
 
 
 def _check_imitation(
@@ -260,8 +275,8 @@ def _check_reference(reading: LoadedConfig, config: Config, policy: ModelFolder 
 
 def _check_teachers(reading: LoadedConfig, config: Config, policy: ModelFolder | None) -> Config:
     """The configuration with the folders of teacher.path or teacher.paths in place of hub names."""
-    both = config.teacher.path is not None and config.teacher.paths
-    if not config.uses_teacher or config.teacher.source != "folder" or both:
+    two_ways = config.teacher_endpoint is not None or (config.teacher.path is not None and config.teacher.paths)
+    if not config.uses_teacher or config.teacher.source != "folder" or two_ways:
         return config
     teacher, places = config.teacher, dict[KeyPath, str]()
     for folder, keys in keys_of_teachers(teacher).items():

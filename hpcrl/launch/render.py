@@ -14,13 +14,21 @@ from pathlib import Path
 from hpcrl.cluster.container import srun_options
 from hpcrl.cluster.placement import Component, Placement, cpus_of_node
 from hpcrl.config import ClusterConfig, ComponentConfig, Config, Problem
-from hpcrl.config.cluster import GPU_OPTIONS
+from hpcrl.config.cluster import GPU_OPTIONS, GpuRequest
 from hpcrl.system.exit_codes import ExitCode
 
 NOTHING_TO_DO = 3
 """Exit code of `hpcrl.launch.job begin` if the run is finished or must not be started again."""
 
 RUN_DIR = re.compile(r"[A-Za-z0-9/._+@-]([A-Za-z0-9/._+@ -]*[A-Za-z0-9/._+@-])?")
+
+REQUESTS: Mapping[GpuRequest, str] = {
+    "gres": "--gres=gpu:{}",
+    "gpus_per_node": "--gpus-per-node={}",
+    "gpus_per_task": "--gpus-per-task={}",  # a node has one task
+    "none": "",
+}
+"""cluster.gpu_request -> the option, for "TYPE:NUMBER" or "NUMBER" of a node."""
 
 MODULE = re.compile(r"\b(module|ml)\b")
 CHECK_LINES = f"""\
@@ -164,7 +172,8 @@ def _component_options(component: Component, cluster: ClusterConfig) -> Iterator
     yield "--ntasks-per-node=1"
     yield f"--cpus-per-task={cpus_of_node(component, cluster)}"
     if spec.gpus_per_node and not set(GPU_OPTIONS) & set(cluster.sbatch_options):
-        yield f"--gres=gpu:{spec.gpu_type + ':' if spec.gpu_type else ''}{spec.gpus_per_node}"
+        gpus = f"{spec.gpu_type}:{spec.gpus_per_node}" if spec.gpu_type else str(spec.gpus_per_node)
+        yield from REQUESTS[spec.gpu_request or cluster.gpu_request].format(gpus).split()
     values = {"mem": spec.memory, "partition": _first(spec, cluster, "partition")}
     values["constraint"] = _first(spec, cluster, "constraint")
     values["switches"] = cluster.switches  # the only option that sbatch does not apply to every component
@@ -189,6 +198,8 @@ def _setup(cluster: ClusterConfig) -> Iterator[str]:
         yield "type module >/dev/null 2>&1 || . /etc/profile"
     if cluster.modules:
         yield f"module load {shlex.join(cluster.modules)} || exit {ExitCode.BAD_INPUT}"
+    for name, value in cluster.environment.items():
+        yield f"export {name}={shlex.quote(value)}"
     if cluster.prologue:
         yield from (CHECK_LINES, cluster.prologue.rstrip(), "trap - ERR")
     if cluster.network_interface is not None:

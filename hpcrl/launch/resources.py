@@ -18,8 +18,9 @@ from hpcrl.planner.advice import advise
 from hpcrl.planner.generator import update_traffic
 from hpcrl.planner.memory import CARDS, RESERVE, USUAL_CARD, RankMemory, excess, host_bytes, memory, sends_over_nccl
 from hpcrl.planner.memory_parts import Part, Phase, PlanRow
+from hpcrl.planner.storage import whole_checkpoint_bytes
 from hpcrl.planner.traffic import StepWork, total_bytes, weight_groups
-from hpcrl.planner.trainer import checkpoint_bytes, critic_checkpoint_bytes, train_plan
+from hpcrl.planner.trainer import train_plan
 
 PHASE_WORDS: dict[Phase, str] = {
     "train": "forward and backward",
@@ -201,9 +202,7 @@ def step_rows(config: Config, layout: RoleLayout, shape: ModelShape) -> Iterator
 def storage_rows(config: Config, layout: RoleLayout, shape: ModelShape) -> Iterator[PlanRow]:
     """Size of a checkpoint and the time to write it."""
     try:
-        num_bytes = checkpoint_bytes(config, shape)
-        if config.uses_critic:
-            num_bytes += critic_checkpoint_bytes(config, shape)
+        num_bytes = whole_checkpoint_bytes(config, shape)
     except CannotPlanError as error:
         yield "saves", f"cannot be planned: {error}"
         return

@@ -292,9 +292,9 @@ class Values(Message):
 
 
 class SendTokens(Message):
-    """Send one token field of a batch to the ranks of the role `dest`, by the moves from or to this rank. `width`: of a
-    field of any width (hpcrl.spec.trajectory.Field), numbers per token, which are sent only for tokens in loss_mask; 0:
-    as declared, for all tokens."""
+    """Send one token field of a batch to the ranks of the role `dest`, by the moves from or to this rank. A field that
+    training fills (hpcrl.spec.trajectory.Origin) is sent only for tokens in loss_mask, outside of which it is 0.
+    `width`: numbers per token of a field of any width; 0: as declared."""
 
     batch: int
     group: str
@@ -398,6 +398,10 @@ class FinishSave(Message):
     wait_s: float
 
 
+class AbandonSave(Message):
+    """Stop writing SaveState's files, which are then never asked for; nothing if they are written."""
+
+
 class CheckFiles(Message):
     """Start to verify a checkpoint's files, given as in Done.files; stops an earlier check."""
 
@@ -492,6 +496,7 @@ Command = (
     | UpdateWeights
     | SaveState
     | FinishSave
+    | AbandonSave
     | CheckFiles
     | FinishCheck
     | LoadState
@@ -529,6 +534,7 @@ class Done(Message):
         stats: Name -> (sum, count, min, max).
         files: (path, bytes, hash) of each file.
         progress: The current file and the total bytes done, if the work is unfinished.
+        unwritten: Error number and text, if a full or failing file system did not take the files of a checkpoint.
         unreached: Ranks that did not send or receive their part, and without which the run may continue.
         weights: (sample, weight in the loss), if not 1.
         address: Where the newly built role serves requests.
@@ -540,6 +546,7 @@ class Done(Message):
     files: list[tuple[str, int, str]] = []
     texts: list[str] = []
     progress: tuple[str, int] | None = None
+    unwritten: tuple[int, str] | None = None
     unreached: list[int] = []
     weights: list[tuple[int, float]] = []
     address: str = ""

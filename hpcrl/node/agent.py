@@ -249,6 +249,8 @@ class Agent:
         ranks have the full time again.
         """
         for rank, process in alive.items():
+            if rank in silent:  # killed, and not ended yet
+                continue
             if state(process.pid) != "stopped":
                 self._runs[rank] = now
             elif now - self._runs.setdefault(rank, now) > self._stopped_s:

@@ -29,13 +29,10 @@ def cache_folders(environ: Mapping[str, str], root: Path = Path("/")) -> dict[st
     """The variables that `environ` lacks, with folders created in its TMPDIR: one set for each user and kind of node.
     Empty if they cannot be created or belong to another user. `root` is the folder that contains /proc."""
     names = {name: folder for name, folder in FOLDERS.items() if not environ.get(name)}
-    own = Path(environ.get("TMPDIR", "/tmp")) / f"hpcrl-caches-{os.getuid()}"
+    if (own := own_folder(environ)) is None:
+        return {}
     there = own / kind_of_node(environ, root)
     try:
-        own.mkdir(mode=0o700, exist_ok=True)
-        if own.is_symlink() or own.stat().st_uid != os.getuid():  # code is loaded from this folder
-            return {}
-        own.chmod(0o700)
         for folder in names.values():
             (there / folder).mkdir(parents=True, exist_ok=True)
     except OSError:
@@ -45,6 +42,24 @@ def cache_folders(environ: Mapping[str, str], root: Path = Path("/")) -> dict[st
             if time.time() - lock.stat().st_mtime > ABANDONED_S:
                 lock.unlink()
     return {name: str(there / folder) for name, folder in names.items()}
+
+
+def place_of_caches(environ: Mapping[str, str]) -> Path:
+    """The path of this user's caches on this node."""
+    return Path(environ.get("TMPDIR", "/tmp")) / f"hpcrl-caches-{os.getuid()}"
+
+
+def own_folder(environ: Mapping[str, str]) -> Path | None:
+    """The folder of this user's caches, which is created; None if it cannot be created or belongs to another user."""
+    own = place_of_caches(environ)
+    try:
+        own.mkdir(mode=0o700, exist_ok=True)
+        if own.is_symlink() or own.stat().st_uid != os.getuid():  # code is loaded from this folder
+            return None
+        own.chmod(0o700)
+    except OSError:
+        return None
+    return own
 
 
 def kind_of_node(environ: Mapping[str, str], root: Path = Path("/")) -> str:

@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
+from hpcrl.node.amd import AmdGpu, amd_gpus
+
 VISIBLE, HIP_VISIBLE, ROCR_VISIBLE = "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"
 HIDDEN = ""
 NO_FILES = "NoDevFiles"
@@ -37,10 +39,38 @@ def num_nvidia(devices: Path = Path("/dev")) -> int:
     return sum(path.name[6:].isdigit() for path in devices.glob("nvidia*"))
 
 
-def num_amd(devices: Path = Path("/dev")) -> int:
-    """Number of AMD GPUs on this node; 0 if there are NVIDIA GPUs."""
+def described_amd(devices: Path = Path("/dev")) -> list[AmdGpu] | None:
+    """This node's AMD GPUs as the kernel describes them in the folder sys beside `devices`; None if it describes none,
+    as in some containers. Empty if there are NVIDIA GPUs."""
     there = (devices / "kfd").exists() and not num_nvidia(devices)
-    return len(list((devices / "dri").glob("renderD*"))) if there else 0
+    return amd_gpus(devices.parent / "sys") if there else []
+
+
+def num_amd(devices: Path = Path("/dev")) -> int:
+    """Number of AMD GPUs that this process may use on this node; 0 if there are NVIDIA GPUs."""
+    gpus = described_amd(devices)
+    return len(list((devices / "dri").glob("renderD*"))) if gpus is None else len(gpus)
+
+
+def amd_names(devices: Path = Path("/dev")) -> str:
+    """The names of this node's AMD GPUs, each once, such as "AMD Instinct MI250X"; empty if the kernel tells none."""
+    return ", ".join(dict.fromkeys(gpu.name for gpu in described_amd(devices) or ()))
+
+
+def visible_amd(environ: Mapping[str, str], devices: Path = Path("/dev")) -> dict[str, AmdGpu]:
+    """Entry of visible_gpus() -> the AMD GPU, for GPUs that the kernel describes."""
+    gpus: Sequence[AmdGpu | None] = described_amd(devices) or ()
+    if ROCR_VISIBLE in environ:
+        gpus = [_named_by(name, gpus) for name in _named(environ[ROCR_VISIBLE])]
+    found = {name: _named_by(name, gpus) for name in visible_gpus(environ, devices)}
+    return {name: gpu for name, gpu in found.items() if gpu is not None}
+
+
+def _named_by(name: str, gpus: Sequence[AmdGpu | None]) -> AmdGpu | None:
+    """The GPU with this number or beginning of a UUID."""
+    if name.isdigit():
+        return gpus[int(name)] if int(name) < len(gpus) else None
+    return next((gpu for gpu in gpus if gpu is not None and gpu.uuid.lower().startswith(name.lower())), None)
 
 
 def visible_by(environ: Mapping[str, str], devices: Path = Path("/dev")) -> str:

@@ -26,14 +26,18 @@ from packaging.requirements import Requirement
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.config import Config
 from hpcrl.config.abilities import chosen
+from hpcrl.node.amd import processes_on
 from hpcrl.node.devices import (
     BY_BUS,
+    HIP_VISIBLE,
     NO_FILES,
     ORDER,
     VISIBLE,
+    amd_names,
     misnamed,
     num_amd,
     num_nvidia,
+    visible_amd,
     visible_by,
     visible_gpus,
 )
@@ -159,7 +163,7 @@ def look(
         there, name = num_amd(devices) or num_nvidia(devices), visible_by(environ, devices)
         return Findings("", f"computes on the CPU: {name}={environ[name]!r} hides its {there} GPU(s)" if there else "")
     unseen = _unseen(gpus, environ, devices)
-    problem, told = ("", unseen) if unseen else _memory(needs, gpus, environ, signals, say)
+    problem, told = ("", unseen) if unseen else _memory(needs, gpus, _Watch(environ, devices, signals), say)
     if problem:
         return Findings(problem)
     compiles = _nvcc_note(needs, environ, torch or TorchBuild.installed(), signals)
@@ -180,7 +184,8 @@ def unusable(
     if (problem := mislisted(needs, environ, devices)) or not (needs.ranks and gpus):
         return problem
     torch = torch or TorchBuild.installed()
-    what = f"{len(gpus)} {'AMD' if amd else 'NVIDIA'} GPU(s)"
+    names = f" ({told})" if (told := amd_names(devices)) else ""
+    what = f"{len(gpus)} {'AMD' if amd else 'NVIDIA'} GPU(s){names}"
     if not (torch.hip if amd else torch.cuda):
         build = "ROCm" if amd else "CUDA"
         return f"has {what}, and {torch} finds none of them: install torch for {build}, {CPU}"
@@ -314,21 +319,52 @@ def _nvcc(environ: Mapping[str, str], signals: Sequence[int]) -> str:
 
 
 def _unseen(gpus: Sequence[str], environ: Mapping[str, str], devices: Path) -> str:
-    """Why the memory use of other processes on these GPUs is unknown; empty if nvidia-smi can report it."""
-    if num_amd(devices) or shutil.which("nvidia-smi", path=environ.get("PATH")) is None:
+    """Why other processes' memory use on these GPUs is unknown; empty if nvidia-smi or AMD's driver reports it."""
+    if num_amd(devices):
+        sizes = visible_amd(environ, devices)
+        known = all(name in sizes and sizes[name].total_bytes for name in gpus)
+        return "" if known else "has a driver that does not show whether others use its GPUs (/sys/class/drm)"
+    if shutil.which("nvidia-smi", path=environ.get("PATH")) is None:
         return "has no nvidia-smi to check whether other processes use its GPUs"
     if gpus[0].isdigit() and (order := environ.get(ORDER, BY_BUS)) != BY_BUS:
         return f"has {ORDER}={order}, but nvidia-smi, which shows whether others use GPUs, numbers them by {BY_BUS}"
     return ""
 
 
-def _memory(
-    needs: GpuNeeds, gpus: Sequence[str], environ: Mapping[str, str], signals: Sequence[int], say: Callable[[str], None]
-) -> Findings:
+class _Watch(NamedTuple):
+    """Reads the memory use of a node's GPUs: with nvidia-smi, or from the files of AMD's driver."""
+
+    environ: Mapping[str, str]
+    devices: Path
+    signals: Sequence[int]
+
+    def cards(self) -> list[_Card]:
+        """The GPUs whose memory is known; an AMD GPU has the number in HIP's list, and the driver's id as UUID, since
+        parts of one GPU share a UUID."""
+        if num_amd(self.devices):
+            return [
+                _Card(name, str(gpu.id), gpu.total_bytes >> 20, gpu.used_bytes >> 20, "", gpu.name)
+                for name, gpu in visible_amd(self.environ, self.devices).items()
+            ]
+        return _cards(self.environ, self.signals)
+
+    def owners(self) -> dict[str, list[str]]:
+        """UUID of a GPU -> the processes that use it."""
+        found: dict[str, list[str]] = {}
+        if num_amd(self.devices):
+            system = self.devices.parent / "sys"
+            return {str(gpu.id): processes_on(gpu, system) for gpu in visible_amd(self.environ, self.devices).values()}
+        what = "compute-apps=gpu_uuid,pid,used_memory,process_name"
+        for uuid, pid, used, name in _query(self.environ, self.signals, what, 4):
+            found.setdefault(uuid, []).append(f"pid {pid} ({name}, {used} MiB)")
+        return found
+
+
+def _memory(needs: GpuNeeds, gpus: Sequence[str], watch: _Watch, say: Callable[[str], None]) -> Findings:
     """A problem for GPUs of the ranks that other processes still use after needs.wait_s, or that MIG divides but a list
     names as a whole; a note for GPUs that nvidia-smi does not list."""
     for left_s in reversed(range(int(needs.wait_s) + 1)):
-        cards = [card for card in _cards(environ, signals) if any(_is_named(card, gpu) for gpu in gpus)]
+        cards = [card for card in watch.cards() if any(_is_named(card, gpu) for gpu in gpus)]
         if whole := [card.number for card in cards if card.mig == "Enabled"]:
             return Findings(
                 f"has GPU(s) {','.join(whole)} divided by MIG, of which CUDA shows a process at most one part: name "
@@ -343,16 +379,15 @@ def _memory(
         if 0 < left_s == int(needs.wait_s):
             say(f"waits up to {left_s} s for GPUs that others use")
         time.sleep(min(left_s, 1.0))
-    owners: dict[str, list[str]] = {}
-    for uuid, pid, used, name in _query(environ, signals, "compute-apps=gpu_uuid,pid,used_memory,process_name", 4):
-        owners.setdefault(uuid, []).append(f"pid {pid} ({name}, {used} MiB)")
+    owners = watch.owners()
     said = [
         f"{card.used_mib} of {card.total_mib} MiB of GPU {card.number} ({card.name}) by "
-        f"{' and '.join(owners.get(card.uuid, ['a process that this one may not see']))}"
+        f"{' and '.join(owners.get(card.uuid) or ['a process that this one may not see'])}"
         for card in full
     ]
+    variable = HIP_VISIBLE if num_amd(watch.devices) else VISIBLE
     return Findings(
-        f"has GPUs that others use, {', '.join(said)}: end them, name other GPUs in {VISIBLE}, cluster.exclude the "
+        f"has GPUs that others use, {', '.join(said)}: end them, name other GPUs in {variable}, cluster.exclude the "
         "node, or set cluster.oversubscribe=true"
     )
 

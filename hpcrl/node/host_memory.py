@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpcrl.node.numa import gpu_memory_bytes
+
 
 def memory_limit(root: Path = Path("/")) -> tuple[int, str]:
     """Maximum bytes for this process and its children, and the source of this limit as text; (0, "") if unknown.
@@ -18,7 +20,8 @@ def memory_limit(root: Path = Path("/")) -> tuple[int, str]:
     limits = [(num_bytes, f"its cgroup's limit in {file}") for file, num_bytes in _cgroup_limits(root)]
     with contextlib.suppress(OSError):
         total = re.search(r"^MemTotal:\s+(\d+) kB$", (root / "proc/meminfo").read_text(), re.MULTILINE)
-        limits += [(int(total[1]) * 1024, "the machine's memory")] if total else []
+        if total:
+            limits.append((int(total[1]) * 1024 - gpu_memory_bytes(root), "the machine's memory"))
     return min(limits, default=(0, ""))
 
 

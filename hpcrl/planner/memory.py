@@ -196,8 +196,8 @@ def _summed(
         if path := ROLES[role].plan:
             parts += load(path, f"the plan of the role {role}")(config, shape, len(layout.ranks[role]))
     lent = shares_weights(config, layout)
-    if shares:  # weights that the generator also reads are not offloaded
-        parts = [moved for p in parts for moved in ([p] if lent and p.name == "weights" else _moves_out(p, on_gpu))]
+    if shares:
+        parts = [moved for part in parts for moved in _moves_out(part, on_gpu, lent)]
     if layout.replicas and layout.ranks["trainer"] and not {"trainer", "generator"}.isdisjoint(roles):
         parts += rollout_transfer_parts(config, layout, shape, roles)
         if sends_over_nccl(config, layout):
@@ -234,12 +234,16 @@ def _routes(config: Config, shape: ModelShape, roles: Collection[RoleName], layo
         yield Part("generator", "routes", (held + running) * shape.route_bytes, on_host=True)
 
 
-def _moves_out(part: Part, on_gpu: bool) -> list[Part]:
-    """Split a permanent part into GPU memory outside the generator's phases, and host memory, which is kept for the
-    next offload (hpcrl.engines.train.offloading)."""
-    if part.on_host or part.during != PHASES or part.name == HEAD:
+def _moves_out(part: Part, on_gpu: bool, lent: bool) -> list[Part]:
+    """Split a permanent part of a training engine into GPU memory outside the generator's phases, and host memory,
+    which is kept for the next offload (hpcrl.engines.train.offloading). The trainer's weights are on the GPU while they
+    are published, and always if they are `lent` to the generator."""
+    published = part.role == "trainer" and part.name == "weights"
+    if part.role not in ENGINE_ROLES or part.on_host or part.during != PHASES or part.name == HEAD:
         return [part]
-    away: tuple[Phase, ...] = ("generate",) if part.name == "weights" else ("generate", "publish")
+    if published and lent:
+        return [part]
+    away: tuple[Phase, ...] = ("generate",) if published else ("generate", "publish")
     stays = tuple(phase for phase in PHASES if phase not in away)
     return [replace(part, during=stays), replace(part, during=PHASES if on_gpu else away, on_host=True)]
 

@@ -20,7 +20,7 @@ from hpcrl.launch.submission import environment_notes, trial
 from hpcrl.models.shape import CannotPlanError
 from hpcrl.planner.image_memory import with_row_tokens
 from hpcrl.planner.memory import memory
-from hpcrl.planner.trainer import checkpoint_bytes, critic_checkpoint_bytes
+from hpcrl.planner.storage import whole_checkpoint_bytes
 from hpcrl.python.arguments import Given, arguments_of
 from hpcrl.python.nesting import check_outside, inside
 
@@ -106,8 +106,7 @@ def _sizes(config: Config, layout: RoleLayout, model: ModelFolder | None, shown:
         kinds = memory(config, layout, shape)
         peaks = {rank: kind.peak(on_host=not kind.on_gpu, least=True)[1] for kind in kinds for rank in kind.ranks}
         found["memory_bytes"] = dict(sorted(peaks.items()))
-        saved = checkpoint_bytes(config, shape)
-        found["checkpoint_bytes"] = saved + (critic_checkpoint_bytes(config, shape) if config.uses_critic else 0)
+        found["checkpoint_bytes"] = whole_checkpoint_bytes(config, shape)
     return found
 
 

@@ -4,11 +4,15 @@ the first and last lines of its logs."""
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import pairwise
+from pathlib import Path
+from weakref import WeakKeyDictionary
 
 from hpcrl.report.run_files import RunAttempt, RunFiles
+from hpcrl.run_folder import log_folder
 from hpcrl.system.exit_codes import ASKED, ExitCode
 from hpcrl.system.log import HEADER
 
@@ -50,31 +54,55 @@ class AttemptHistory:
     waited_s: float | None = None
 
 
+_known: WeakKeyDictionary[RunFiles, list[AttemptHistory]] = WeakKeyDictionary()
+"""The sections of a page ask for the same histories, for which the logs of all attempts are read."""
+
+
 def histories(run: RunFiles) -> list[AttemptHistory]:
-    """One history for each attempt, in order."""
-    attempts = run.attempts
-    found = [_history(run, attempt, attempt is attempts[-1]) for attempt in attempts]
-    return found[:1] + [_after(before, this) for before, this in pairwise(found)]
+    """One history for each attempt, in order; read once for each RunFiles."""
+    if run not in _known:
+        attempts = run.attempts
+        found = [_history(run, attempt, attempt is attempts[-1]) for attempt in attempts]
+        _known[run] = found[:1] + [_after(before, this) for before, this in pairwise(found)]
+    return _known[run]
+
+
+def begin_of(attempt: RunAttempt) -> float | None:
+    """When an attempt began, seconds since the epoch; None if its records do not say."""
+    return _seconds(attempt.owner.get("since")) or _seconds(attempt.facts.get("start"))
+
+
+def end_of(run: RunFiles, attempt: RunAttempt) -> float | None:
+    """When an attempt that is over ended: by its record, else its last message; None if neither is known."""
+    return _seconds(attempt.owner.get("ended")) or _last_time(_tails(run, attempt))
+
+
+def _tails(run: RunFiles, attempt: RunAttempt) -> list[list[str]]:
+    """The last lines of rank 0 and of its agent."""
+    folder = log_folder(Path(), attempt.number)
+    return [run.tail(f"{folder}/{name}.log", TAIL_BYTES).splitlines() for name in ("rank_0000", "agent_0000")]
+
+
+def _last_time(tails: Sequence[Sequence[str]]) -> float | None:
+    times = [at for lines in tails if (at := next(filter(None, map(_time_of, reversed(lines))), None)) is not None]
+    return max(times, default=None)
 
 
 def _history(run: RunFiles, attempt: RunAttempt, newest: bool) -> AttemptHistory:
-    folder = f"logs/attempt_{attempt.number:04d}"
-    head = run.text(f"{folder}/rank_0000.log", HEAD_BYTES).splitlines()
-    tails = [run.tail(f"{folder}/{name}.log", TAIL_BYTES).splitlines() for name in ("rank_0000", "agent_0000")]
+    head = run.text(f"{log_folder(Path(), attempt.number)}/rank_0000.log", HEAD_BYTES).splitlines()
+    tails = _tails(run, attempt)
     resumed = next((int(found[1]) for line in head if (found := RESUMED.search(line))), None)
     if resumed is None and (attempt.facts.get("kind") == "fresh" or attempt.number == 1):
         resumed = 0
     steps = [(int(found[1]), line) for line in head if (found := STEP.search(line)) and HEADER.match(line)]
     first = next((line for step, line in steps if step > (resumed or 0)), "")
     last = [int(found[1]) for line in tails[0] if (found := STEP.search(line)) and HEADER.match(line)]
-    times = [at for lines in tails for line in reversed(lines) if (at := _time_of(line)) is not None]
-    ended = _seconds(attempt.owner.get("ended"))
     end, why = _end(run, attempt, newest, [line for lines in tails for line in lines])
     return AttemptHistory(
         attempt.number,
-        began=_seconds(attempt.owner.get("since")) or _seconds(attempt.facts.get("start")),
+        began=begin_of(attempt),
         first_step_at=_time_of(first),
-        ended=None if end == "running" else ended or max(times, default=None),
+        ended=None if end == "running" else _seconds(attempt.owner.get("ended")) or _last_time(tails),
         resumed_from=resumed,
         last_step=max(last, default=resumed) if head else None,
         lost_steps=_lost(run, attempt.number + 1),
@@ -165,5 +193,5 @@ def _time_of(line: str) -> float | None:
 def _seconds(text: object) -> float | None:
     try:
         return datetime.fromisoformat(text).timestamp() if isinstance(text, str) else None
-    except ValueError:
+    except (ValueError, OverflowError):  # OverflowError: a year that no timestamp has
         return None

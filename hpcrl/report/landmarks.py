@@ -44,14 +44,15 @@ def _recorded_branches(run: RunFiles) -> list[dict[str, Any]]:
     return branches_of([{**attempt.facts, "attempt": attempt.number} for attempt in run.attempts])
 
 
-def _branched_attempts(run: RunFiles) -> set[int]:
+def branched_attempts(run: RunFiles) -> set[int]:
+    """The attempts that opened a branch."""
     return {branch["attempt"] for branch in _recorded_branches(run)}
 
 
 def abandoned_metrics(run: RunFiles, past: Sequence[AttemptHistory]) -> tuple[MetricTable, MetricTable]:
     """Metrics of the steps that were lost, and of those that were left for a branch."""
     found = MetricTable(), MetricTable()
-    opened = _branched_attempts(run)
+    opened = branched_attempts(run)
     for attempt in past:
         for row in run.lines(f"abandoned/{attempt.number}/metrics.jsonl"):
             found[attempt.number in opened].add(row)
@@ -63,7 +64,7 @@ def steps_lost(run: RunFiles, past: Sequence[AttemptHistory]) -> str:
     single attempt."""
     if len(past) < 2:
         return ""
-    opened = _branched_attempts(run)
+    opened = branched_attempts(run)
     left = sum(len(attempt.lost_steps) for attempt in past if attempt.number + 1 in opened)
     again = sum(len(attempt.lost_steps) for attempt in past) - left
     told = f"{again} step(s) were computed again" if again else "nothing: no step was computed again"

@@ -12,6 +12,7 @@ from hpcrl.config.config_file import arguments_in
 from hpcrl.report.alerts import anomalies_of
 from hpcrl.report.anomalies import Anomaly
 from hpcrl.report.attempt_history import AttemptHistory, histories
+from hpcrl.report.hours_text import energy_in_words
 from hpcrl.report.landmarks import (
     abandoned_metrics,
     best_checkpoint,
@@ -23,6 +24,7 @@ from hpcrl.report.landmarks import (
 )
 from hpcrl.report.phases import phase_hours
 from hpcrl.report.run_files import RunAttempt, RunFiles
+from hpcrl.report.run_hours import run_hours
 from hpcrl.report.section import ReportSection
 from hpcrl.run_folder import CONFIG
 
@@ -85,7 +87,7 @@ def _what(run: RunFiles, layout: RoleLayout | None, past: Sequence[AttemptHistor
         ("profiles", "; ".join(profiled_steps(run))),
         ("warnings", "; ".join(_in_short(each) for each in anomalies_of(run))),
         ("ends without a new checkpoint", _in_a_row(run)),
-        ("energy", run.energy),
+        ("energy", energy_in_words(run_hours(run))),
     ]
 
 

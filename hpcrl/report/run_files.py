@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from hpcrl.cluster.accounting import Accounting
 from hpcrl.config import Config, ConfigError, parse
 from hpcrl.config.renamed_keys import with_new_names
 from hpcrl.metrics.log import METRICS, read_metrics
@@ -23,6 +24,7 @@ from hpcrl.system.files import open_regular
 MARKS = (CONFIG, SUBMITTED, PLAN, OWNERS)
 """A folder with one of these is a run folder; the last three exist before the first attempt has begun."""
 NEWEST_BYTES = 1 << 20
+NOT_ASKED = Accounting()
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ class RunFiles:
     Args:
         path: The run folder. ValueError if it is none.
         state: The run's state in words, if the caller knows it.
-        energy: The energy of its jobs in words, if the caller knows it.
+        accounting: What Slurm's accounting has of its jobs, if the caller has asked.
         inside: With it, files that a symbolic link leads out of this folder are not read, and are listed in `problems`.
         metrics: Reader of its metrics.jsonl, which has perhaps read a part of it before.
     """
@@ -59,11 +61,11 @@ class RunFiles:
         self,
         path: Path,
         state: str = "",
-        energy: str = "",
+        accounting: Accounting = NOT_ASKED,
         inside: Path | None = None,
         metrics: MetricsReader | None = None,
     ):
-        self.path, self.state, self.energy = path, state, energy
+        self.path, self.state, self.accounting = path, state, accounting
         self._metrics = metrics or MetricsReader(path / METRICS)
         self._inside = None if inside is None else inside.resolve()
         self.problems: list[str] = []
@@ -269,9 +271,9 @@ def not_a_run(path: Path) -> str:
     try:
         if not path.is_dir():
             return f"{path} is not a folder" if path.exists() else f"{path}: no such folder"
-        names = {entry.name for entry in path.iterdir()}
+        if any((path / mark).exists() for mark in MARKS):
+            return ""
+        next(path.iterdir(), None)
     except OSError as error:
         return f"{path} cannot be read: {error.strerror or error}"
-    if any(mark.partition("/")[0] in names for mark in MARKS):
-        return ""
     return f"{path} is not a run folder: it has none of {', '.join(MARKS)}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from hpcrl.report import alerts, curves, overview, samples, timeline
+from hpcrl.report import alerts, cost, curves, overview, samples, timeline
 
 SECTIONS: tuple[ModuleType, ...] = (
     overview,
@@ -12,4 +12,5 @@ SECTIONS: tuple[ModuleType, ...] = (
     curves,
     samples,
     timeline,
+    cost,
 )

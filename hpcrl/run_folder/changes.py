@@ -31,6 +31,8 @@ MAY_CHANGE = (
     "save_every",
     "eval_every",
     "keep_checkpoints",
+    "prune_when_full",
+    "max_failed_saves",
     "keep_best",
     "resume",
     "dry_run",
@@ -44,7 +46,7 @@ MAY_CHANGE = (
     "profile",
     *(
         f"teacher.endpoint.{key}"
-        for key in ("url", "api_key_env", "timeout_s", "retry_s", "backoff_s", "max_in_flight")
+        for key in ("url", "protocol", "api_key_env", "timeout_s", "retry_s", "backoff_s", "max_in_flight")
     ),
     "trainer.max_mismatch",
     "trainer.engine",

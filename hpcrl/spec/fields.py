@@ -33,6 +33,8 @@ Seed = Annotated[int, Field(ge=0, lt=1 << 63), NUMBER]
 Seconds = Annotated[float, Field(ge=0.01, le=1e7), NUMBER]
 """A deadline: no answer takes less than the minimum, and system calls accept no more than the maximum."""
 Share = Annotated[float, Field(ge=0, le=1), NUMBER]
+NonEmpty = Annotated[str, Field(min_length=1)]
+"""Text that is not empty."""
 ImportPath = Annotated[str, AfterValidator(_import_path)]
 SandboxLevel = Literal["L0", "L1", "L2", "L3"]
 """Isolation of code in the sandbox (docs/security.md)."""

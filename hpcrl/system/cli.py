@@ -28,6 +28,7 @@ COMMANDS = {
     "status": ("hpcrl.commands.status", "show a run's state, step, time left, checkpoints, restarts, errors"),
     "logs": ("hpcrl.commands.logs", "show the messages of all ranks, nodes and attempts of a run, in order of time"),
     "timeline": ("hpcrl.commands.timeline", "show what the ranks did in a step, and what they waited for"),
+    "cost": ("hpcrl.commands.cost", "show a run's node-hours, GPU-hours and energy, by attempt, phase and role"),
     "stacks": ("hpcrl.commands.stacks", "show what every rank of a living run does, and its Python stacks"),
     "plot": ("hpcrl.metrics.plot", "draw reward and validation accuracy of a run"),
     "data": ("hpcrl.commands.show_data", "look at the rows of a data set as a run would read them"),
@@ -44,6 +45,10 @@ COMMANDS = {
     "prefetch": (
         "hpcrl.launch.prefetch",
         "download a model or a data file on a machine with network access, for compute nodes without it",
+    ),
+    "bundle": (
+        "hpcrl.launch.bundle.command",
+        "put all that a job reads into one archive; unpack it on a node, check it with the network off",
     ),
 }
 """Name -> (module with main(argv), what it does)."""

@@ -122,7 +122,7 @@ def allow_files() -> int:
     return hard if hard != resource.RLIM_INFINITY else sys.maxsize
 
 
-def is_storage_error(error: BaseException) -> bool:
+def is_storage_error(error: BaseException | None) -> bool:
     """Whether a full or failing file system is the cause, in which case a retry may succeed."""
     return isinstance(error, OSError) and error.errno in STORAGE_ERRORS
 

@@ -23,7 +23,7 @@ ACTIVITIES = {
     **dict.fromkeys(("TransferRollouts", "BroadcastBatch", "SendTokens"), "rollout transfer"),
     **dict.fromkeys(("LoadRollouts", "LoadRows", "MixRows", "TakePairs"), "loading rows"),
     **dict.fromkeys(("Advantages", "SetSampleWeights"), "advantages"),
-    **dict.fromkeys(("SaveState", "FinishSave", "SavePending", "Export", "ExportCritic"), "saves"),
+    **dict.fromkeys(("SaveState", "FinishSave", "AbandonSave", "SavePending", "Export", "ExportCritic"), "saves"),
     "WriteRollouts": "storing rollouts",
     **dict.fromkeys(("Logprobs", "StoreLogprobs", "ReadLogprobs"), "log-probs"),
     "Teach": "the teacher",

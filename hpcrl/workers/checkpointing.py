@@ -10,8 +10,9 @@ from hpcrl.checkpoint.check import FileCheck
 from hpcrl.checkpoint.commit import FileEntry
 from hpcrl.checkpoint.writer import Files, Writer
 from hpcrl.engines.train.training_engine import TrainEngine
-from hpcrl.messaging.messages import CheckFiles, Done, FinishCheck, FinishSave, LoadState, SaveState
+from hpcrl.messaging.messages import AbandonSave, CheckFiles, Done, FinishCheck, FinishSave, LoadState, SaveState
 from hpcrl.metrics.stats import scalar
+from hpcrl.system.files import is_storage_error
 from hpcrl.workers.role import Rank
 
 
@@ -21,6 +22,17 @@ class Learns(Protocol):
     engine: TrainEngine
     state_folder: str | None
     """Folder of the state within a checkpoint. If empty, the checkpoint folder itself; if None, no state is saved."""
+
+
+def or_unwritten(seq: int, write: Callable[[], Done]) -> Done:
+    """The result of `write`, or an answer that a full or failing file system did not take the files: the run may go on
+    without this checkpoint."""
+    try:
+        return write()
+    except OSError as error:
+        if not is_storage_error(error):
+            raise
+        return Done(seq, unwritten=(error.errno or 0, str(error)))
 
 
 class Saving:
@@ -34,7 +46,8 @@ class Saving:
     def handlers(self) -> dict[type, Callable[[Any, int], Any]]:
         return {
             SaveState: self._save,
-            FinishSave: self._finish_save,
+            FinishSave: lambda command, seq: or_unwritten(seq, lambda: self._finish_save(command, seq)),
+            AbandonSave: self._abandon_save,
             CheckFiles: self._check_files,
             FinishCheck: self._finish_check,
             LoadState: self._load,
@@ -65,6 +78,10 @@ class Saving:
             return Done(seq, progress=self._writer.progress())
         files = [(entry.path, entry.size, entry.sha256) for entry in written.entries]
         return Done(seq, {"time/save_write": scalar(written.seconds)}, files)
+
+    def _abandon_save(self, command: AbandonSave, seq: int) -> Done:
+        self._writer.abandon()
+        return Done(seq)
 
     def _check_files(self, command: CheckFiles, seq: int) -> Done:
         if self._check is not None:

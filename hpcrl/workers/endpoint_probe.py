@@ -8,7 +8,8 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from hpcrl.rewards.serving.endpoint import EndpointRefusal
-from hpcrl.workers.prompt_logprobs import PromptLogprobs, Told
+from hpcrl.workers.endpoint_answers import Told
+from hpcrl.workers.prompt_logprobs import PromptLogprobs
 
 NUM_COMPARED = 256
 """Tokens whose texts are compared with the endpoint's."""
@@ -73,7 +74,8 @@ def _context(endpoint: PromptLogprobs, model: str, longest: int, deadline: float
     limit = served[model]
     if limit is not None and limit <= longest:
         text = f"{model} takes {limit} tokens, but the longest sequence has {longest}, and one new token is needed"
-        raise ValueError(f"teacher.endpoint.model: {text}; raise the server's limit (vLLM: --max-model-len)")
+        remedy = "raise the server's limit (vLLM: --max-model-len, SGLang: --context-length)"
+        raise ValueError(f"teacher.endpoint.model: {text}; {remedy}")
     return limit
 
 
@@ -82,7 +84,7 @@ def _refused(error: EndpointRefusal, key_env: str | None, k: int) -> str:
         remedy = "give the key's environment variable" if key_env is None else f"check the key in {key_env}"
         return f"teacher.endpoint.api_key_env: {error}; {remedy}"
     if error.status == 404:
-        return f"teacher.endpoint.url: {error}; give the address with /v1, and the name of a model there"
+        return f"teacher.endpoint.url: {error}; give the address with /v1, the name of a model there, and its protocol"
     if k and "prompt logprobs" in str(error):
         return f"teacher.top_k: {error}; lower it, or raise the server's limit (vLLM: --max-logprobs)"
     return f"teacher.endpoint.url: {error}; the model must give log-probs of the policy's tokens"
@@ -101,5 +103,5 @@ def _compare(tokenizer: Any, ids: Sequence[int], told: Told, who: str) -> None:
             text = f"{who} has another tokenizer than model.path: {differs}"
             raise ValueError(f"teacher.endpoint.model: {text}; give a model with the policy's tokenizer")
     if not compared:
-        text = f"{who} gives no texts of tokens (decoded_token), so its tokenizer cannot be compared with the policy's"
+        text = f"{who} gives no texts of tokens, so its tokenizer cannot be compared with the policy's"
         raise ValueError(f"teacher.endpoint.model: {text}; start the server with its tokenizer")

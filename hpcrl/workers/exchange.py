@@ -18,7 +18,7 @@ from hpcrl.rollout.batch import Batch, on_policy, pack
 from hpcrl.rollout.types import TOKEN_REWARD
 from hpcrl.spec.image_rows import image_spans
 from hpcrl.spec.media import IMAGES
-from hpcrl.spec.trajectory import FIELDS, TEXT, Field, Level
+from hpcrl.spec.trajectory import FIELDS, TEXT, Field, Level, Origin
 from hpcrl.workers.generator import GeneratorRole
 from hpcrl.workers.role import Rank, without
 from hpcrl.workers.trainer import ReferenceRole, TrainerRole
@@ -106,7 +106,7 @@ class Exchange:
         return cast(TrainerRole | ReferenceRole, role).logprobs(command, seq)
 
     def _send_tokens(self, command: SendTokens, seq: int) -> Done:
-        """Wide fields are sent only for tokens in loss_mask, since nothing reads them elsewhere."""
+        """What training computes is 0 outside loss_mask, and is sent only for tokens in it."""
         worker, batch = self._worker, self._worker.batches[command.batch]
         field = FIELDS[command.field]
         dtype = np.dtype((field.travels_as, (command.width,))) if command.width else _dtype(field)
@@ -114,7 +114,7 @@ class Exchange:
         of_rows = enumerate(batch.sample_ids.tolist())
         places: dict[int, Any] = {sample: slice(starts[row], starts[row + 1]) for row, sample in of_rows}
         moves: Sequence[Move] = command.moves
-        if command.width:
+        if field.origin is Origin.TRAINING:
             places = {s: part.start + batch.loss_mask[part].nonzero()[:, 0] for s, part in places.items()}
             moves = [replace(move, lengths=[len(places[s]) for s in move.samples]) for move in moves]
 

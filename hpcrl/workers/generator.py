@@ -49,6 +49,7 @@ from hpcrl.spec.media import Medium
 from hpcrl.spec.tables import GEN_ENGINES
 from hpcrl.spec.trajectory import TEXT
 from hpcrl.system.clock import AwakeClock
+from hpcrl.workers.checkpointing import or_unwritten
 from hpcrl.workers.held_samples import PromptState, SampleState
 from hpcrl.workers.one_process import OneProcess
 from hpcrl.workers.role import Rank
@@ -95,7 +96,7 @@ class GeneratorRole:
             AbortSamples: self._abort,
             Rescore: self._rescore,
             DropSamples: self._forget,
-            SavePending: self._save_held,
+            SavePending: lambda command, seq: or_unwritten(seq, lambda: self._save_held(command, seq)),
             LoadPending: self._load_held,
             ReadTexts: self._peek,
             ReadEpisodes: self._read_episodes,

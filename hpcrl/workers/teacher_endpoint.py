@@ -19,8 +19,9 @@ from hpcrl.metrics.stats import Stat
 from hpcrl.models.families import vision_of
 from hpcrl.rewards.serving.endpoint import EndpointError
 from hpcrl.rollout.batch import Batch
+from hpcrl.workers.endpoint_answers import ZERO_PROBABILITY, Told
 from hpcrl.workers.endpoint_probe import probe
-from hpcrl.workers.prompt_logprobs import ZERO_PROBABILITY, PromptLogprobs, Told
+from hpcrl.workers.prompt_logprobs import PromptLogprobs
 from hpcrl.workers.role import Rank
 from hpcrl.workers.teacher import UNKNOWN, TeacherRole
 

@@ -24,6 +24,7 @@ from hpcrl.controller.checkpoints import CheckpointError, Checkpoints, NotSavedE
 from hpcrl.controller.long_commands import Stalled
 from hpcrl.messaging.dispatcher import Controller
 from hpcrl.messaging.messages import (
+    AbandonSave,
     CheckFiles,
     Command,
     Done,
@@ -40,6 +41,7 @@ from hpcrl.rollout.pending import read_pending, write_pending
 from hpcrl.rollout.types import FinishReason, Sample
 from hpcrl.run_folder import OWNERS, SupersededError, close_run, open_run
 from hpcrl.system.files import steps_in
+from hpcrl.workers.checkpointing import or_unwritten
 from tests.children import children
 
 pytestmark = pytest.mark.usefixtures("console")
@@ -72,6 +74,7 @@ class Ranks:
         self.shares: list[list[str]] = []
         self.loaded: list[str] = []
         self.while_loading: Callable[[], object] = lambda: None
+        self.weights = b"weights"
 
     def state_dict(self) -> dict[str, Any]:
         return {"cursor": {"next": self.cursor}}
@@ -88,6 +91,9 @@ class Ranks:
     def call(self, commands: Mapping[int, Command], more_s: float = 0.0) -> dict[int, Done]:
         return {rank: self._answer(self.writers.get(rank), rank, command) for rank, command in commands.items()}
 
+    def send(self, rank: int, command: Command) -> None:
+        self.call({rank: command})
+
     def start(self, commands: Mapping[int, Command]) -> list[tuple[int, Command]]:
         return list(commands.items())
 
@@ -102,12 +108,11 @@ class Ranks:
             return self._generator(rank, command)
         match command:
             case SaveState():
-                writer.start(Path(command.folder), {f"shard_{rank}": b"weights"})
+                writer.start(Path(command.folder), {f"shard_{rank}": self.weights})
             case FinishSave():
-                if (written := writer.result(command.wait_s)) is None:
-                    return Done(0, progress=writer.progress())
-                files = [(entry.path, entry.size, entry.sha256) for entry in written.entries]
-                return Done(0, {"time/save_write": scalar(written.seconds)}, files)
+                return or_unwritten(0, lambda: self._finish(writer, command.wait_s))
+            case AbandonSave():
+                writer.abandon()
             case CheckFiles():
                 entries = [FileEntry(*file) for file in command.files]
                 self.checks[rank] = FileCheck(Path(command.folder), entries)
@@ -120,6 +125,13 @@ class Ranks:
                 self.loaded.append(Path(command.folder).name)
                 self.while_loading()
         return Done(0)
+
+    @staticmethod
+    def _finish(writer: Writer, wait_s: float) -> Done:
+        if (written := writer.result(wait_s)) is None:
+            return Done(0, progress=writer.progress())
+        files = [(entry.path, entry.size, entry.sha256) for entry in written.entries]
+        return Done(0, {"time/save_write": scalar(written.seconds)}, files)
 
     def _generator(self, rank: int, command: Command) -> Done:
         match command:

@@ -15,6 +15,8 @@ from typing import Any
 import psutil
 import pytest
 
+from hpcrl.node.agent import Agent
+
 AGENT = """
 import dataclasses, json, os, sys
 from pathlib import Path
@@ -336,6 +338,33 @@ def test_a_rank_that_never_starts_is_killed(node: Node) -> None:
     assert is_alive(node.pid(1))
     os.kill(node.pid(1), signal.SIGKILL)
     assert list(node.verdict()["silent"]) == ["0", "2"]
+
+
+def test_a_rank_that_dies_slowly_is_reported_and_killed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reported: list[str] = []
+    killed: list[int] = []
+    agent = Agent(
+        lambda rank: [],
+        [0],
+        environ={},
+        gpus={},
+        signals=[],
+        world_folder=tmp_path / "world",
+        logs=tmp_path / "logs",
+        grace_s=1.0,
+        silent_s=60.0,
+        stopped_s=60.0,
+        start_s=1.0,
+        report_hang=reported.append,
+    )
+    monkeypatch.setattr("hpcrl.node.agent._kill_group", killed.append)
+    with subprocess.Popen(["sleep", "100"]) as rank0:
+        agent._processes[0] = rank0
+        silent: dict[int, str] = {}
+        for now in (10.0, 11.0, 12.0):
+            agent._check_beats({0: rank0}, now, 0.0, silent)
+        rank0.kill()
+    assert reported == ["did not start within 1 s"] == [*silent.values()] and killed == [rank0.pid]
 
 
 @pytest.mark.parametrize("node", [""], indirect=True, ids=["programs"])

@@ -103,6 +103,7 @@ COMMANDS: list[Any] = [
     m.UpdateWeights(4, [0, 2]),
     m.SaveState("checkpoints/x"),
     m.FinishSave(10.0),
+    m.AbandonSave(),
     m.CheckFiles("checkpoints/x", [("a", 3, "abc")]),
     m.FinishCheck(10.0),
     m.LoadState("checkpoints/x"),

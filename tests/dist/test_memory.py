@@ -42,6 +42,16 @@ def test_the_smallest_memory_limit_counts(files: dict[str, str], limit: int, whe
     assert found == limit and where in source
 
 
+@pytest.mark.parametrize(("driver", "limit"), [("nvidia/version", 2_048_000 - 2 * 300 * 1024), ("other", 2_048_000)])
+def test_memory_of_gpus_with_numa_nodes_is_not_the_machines(driver: str, limit: int, tmp_path: Path) -> None:
+    """Memory in nodes without CPUs is the machine's own if it is no GPU's."""
+    nodes = {f"sys/devices/system/node/node{number}": cpus for number, cpus in enumerate(("0-71\n", "\n", "\n"))}
+    files = {"proc/meminfo": MEMINFO, f"proc/driver/{driver}": ""}
+    files |= {f"{folder}/cpulist": cpus for folder, cpus in nodes.items()}
+    files |= {f"{folder}/meminfo": f"{Path(folder).name} MemTotal:    300 kB\n" for folder in nodes}
+    assert memory_limit(tree(tmp_path, files)) == (limit, "the machine's memory")
+
+
 def test_a_machine_without_cgroup_files_has_no_limit(tmp_path: Path) -> None:
     assert memory_limit(tmp_path) == (0, "")
     assert OutOfMemoryKills.now(tmp_path) == OutOfMemoryKills()

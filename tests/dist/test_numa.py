@@ -57,6 +57,14 @@ def bound(root: Path, pci: str = PCI, threads: int = 1, allowed: list[int] = CPU
     return found
 
 
+def grace(root: Path, reported: int, distances: str) -> Path:
+    """A node with GH200, as its system describes it: processors 0 and 1, and two nodes of each GPU's memory."""
+    machine(root, reported, f"{CPUS[0]}", f"{CPUS[1]}-{CPUS[-1]}", "", "", "", "")
+    if distances:
+        (root / f"sys/devices/system/node/node{reported}/distance").write_text(f"{distances}\n")
+    return root
+
+
 pytestmark = pytest.mark.skipif(len(CPUS) < 2, reason="one CPU")
 
 
@@ -83,3 +91,23 @@ def test_unbound_process_keeps_its_cpus(node: int, pci: str, threads: int, allow
 
 def test_a_machine_with_one_numa_node_is_not_changed(tmp_path: Path) -> None:
     assert bound(machine(tmp_path, 0, f"0-{max(CPUS)}")) == [[], CPUS, CPUS]
+
+
+@pytest.mark.parametrize(
+    ("reported", "distances", "node"),
+    [
+        (0, "10 40 80 80 120 120", 0),
+        (1, "", 1),
+        (4, "120 80 255 255 10 255", 1),  # the system names the GPU's own memory
+        (3, "80 120 255 10 255 255", 0),
+        (3, "80 80 255 10 255 255", None),
+        (3, "80 120 255", None),
+        (3, "", None),
+        (9, "", None),
+    ],
+)
+def test_a_rank_of_a_grace_processor_is_never_bound_to_a_node_of_gpu_memory(
+    reported: int, distances: str, node: int | None, tmp_path: Path
+) -> None:
+    own = {0: CPUS[:1], 1: CPUS[1:], None: []}[node]
+    assert bound(grace(tmp_path, reported, distances)) == [own, *[own or CPUS] * 2]

@@ -294,6 +294,24 @@ def test_a_vllm_replica_on_trainer_ranks_begins_at_a_multiple_of_its_ranks(train
     assert [problem.text.endswith(wrong) for problem in found] == [True] * bool(wrong)
 
 
+@pytest.mark.parametrize("lent", [False, True])
+def test_only_the_trainers_weights_are_on_the_gpu_to_be_published(lent: bool) -> None:
+    """Other engines' are in host memory, also if the generator reads the trainer's."""
+    shape = shape_of("Qwen2.5-7B")
+    layout = {"trainer": {"num_ranks": 2 - lent}, "generator": {"colocate_with": "trainer"}, "offload": "always"}
+    own = {"trainer": {"param_dtype": "float32"}, "generator": {"dtype": "float32"}}
+    config = run(layout=layout, algorithm={"kl_loss_coef": 0.1}, **own)
+    kind = kinds(config, shape)["trainer+generator+reference"]
+    assert kind.on_gpu and generator.shares_weights(config, RoleLayout.from_config(config)) == lent
+
+    def on_gpu(phase: Any) -> set[str]:
+        return {part.role for part in kind.parts_of(phase) if part.name == "weights"}
+
+    assert on_gpu("reference") >= {"trainer", "reference"}
+    assert on_gpu("publish") == ({"trainer"} if lent else {"trainer", "generator"})
+    assert on_gpu("generate") == ({"trainer"} if lent else {"generator"})
+
+
 def test_engines_that_take_turns_do_not_add_up() -> None:
     """Qwen3-235B-A22B by hand: a rank's eighth of the weights in bf16 is 55 GiB, its training state 32."""
     config = run_of(256, generator=8, **LARGEST | {"recompute": "full"})

@@ -16,11 +16,14 @@ from hpcrl.commands.serve import ReportServer
 from hpcrl.report.live import LivePages
 from hpcrl.report.page import page
 from hpcrl.report.run_files import RunFiles
+from hpcrl.timeline.step_file import CommandRow
 from tests.conftest import ROOT
 from tests.report.browser import Browser
 from tests.report.synthetic import row, write_run
 from tests.report.test_page import HOSTILE
+from tests.report.test_role_hours import made, write
 from tests.report.test_serve import serving
+from tests.timeline.steps import make_step
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
@@ -114,6 +117,7 @@ def test_hostile_text_stays_text(browser: Browser, tmp_path: Path) -> None:
     (folder / "errors.json").write_text(json.dumps({"errors": [kind]}))
     with open(folder / "metrics.jsonl", "a") as file:
         file.write(json.dumps(row(31) | {markup: 1.0, "__proto__": 2.0, "constructor": 3.0}) + "\n")
+    write(folder, make_step(CommandRow(1, markup, 1, 10, 50), step=5, roles=(("controller",), (markup,))))
     path = tmp_path / "report.html"
     path.write_text(page([RunFiles(folder, markup)]))
     browser.open(path.as_uri())
@@ -246,3 +250,20 @@ def test_a_served_page_leads_back_to_the_list_and_loads_again(browser: Browser, 
         }
         browser.open(server.address)
         assert "one" in visible(browser) and browser.errors == []
+
+
+def test_the_cost_in_numbers(browser: Browser, tmp_path: Path) -> None:
+    """As tests/report/test_role_hours.py works them out: 180 s of decoding on one of 8 GPUs are .05 GPU-hours."""
+    folder = write_run(tmp_path / "run")
+    write(folder, made(5), made(20, validates=True))
+    path = tmp_path / "cost.html"
+    path.write_text(page([RunFiles(folder, "finished: x")]))
+    browser.open(f"{path.as_uri()}#cost")
+    tables = browser.run(
+        "[...document.querySelectorAll('#section-cost table')].map(table => [...table.rows].map(row => "
+        "[...row.cells].map(cell => cell.innerText)))"
+    )
+    assert [row[0] for row in tables[0]][1:] == ["1", "2", "3"] and tables[0][1][-1] == "records"
+    assert {row[0]: row[1] for row in tables[1]}["generate"] == "0.05"
+    assert [row[0] for row in tables[2]] == ["Roles", "trainer", "generator"] and tables[2][2][-1] == "34.3 %"
+    assert "50.0 % of these GPU-hours were idle" in visible(browser) and browser.errors == []

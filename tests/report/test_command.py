@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.commands.report import energy_in_words, main
-from hpcrl.report.run_files import RunFiles
+from hpcrl.commands.report import main
 from hpcrl.system.exit_codes import ExitCode
 from tests.conftest import ROOT
 from tests.report.synthetic import write_run
@@ -153,33 +152,6 @@ def test_another_users_run_without_permission_on_parts() -> None:
         assert "Traceback" not in done.stderr
     finally:
         shutil.rmtree(above)
-
-
-SACCT = """\
-#!/bin/sh
-cat <<'END'
-50|0
-50.batch|3000000
-50.extern|3600000
-50.0|3500000
-50|
-50.extern|3600000
-50.0|
-END
-"""
-
-
-def test_energy_from_slurms_accounting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two starts of job 50, of 1 kWh each: steps at the same time count the same energy. In the form of sacct -P."""
-    run = RunFiles(write_run(tmp_path / "run"))
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert energy_in_words(run) == ""  # no Slurm
-    (tmp_path / "sacct").write_text(SACCT)
-    (tmp_path / "sacct").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    assert energy_in_words(run) == "2 kWh in Slurm's accounting (1 job(s))"
-    (tmp_path / "sacct").write_text("#!/bin/sh\necho '50|'; echo '50.0|'\n")
-    assert energy_in_words(run) == ""  # jobs are accounted, energy is not
 
 
 def test_half_written_owner_of_a_live_run(tmp_path: Path) -> None:

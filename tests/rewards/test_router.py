@@ -215,6 +215,40 @@ def test_a_domain_without_a_reward_is_reported_with_its_rows_and_the_nearest_nam
     ]
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("reward.default.name=none", "the rewards of the domains maths, chat are all 0 (reward none), so the policy"),
+        ("reward.chat.name=none", "the rewards of domain chat are all 0 (reward none), so the policy loss learns"),
+        ("reward.chat.name=none pipeline=online_dpo", "the rewards of domain chat are all 0 (reward none), so the onl"),
+        ("reward.chat.name=none loss.chat={policy:0,ce:1}", None),
+        ("reward.chat.name=none loss.chat.divergence=.1 model.path=a teacher.path=b", None),
+        ("reward.chat.name=none loss.maths.ce=.1", "the rewards of domain chat are all 0"),
+        ("reward.default.name=none pipeline=distill model.path=a teacher.path=b", None),
+        (
+            "pipeline=distill model.path=a teacher.path=b loss.chat={policy:1,divergence:0}",
+            "the rewards of domain chat are all 0",
+        ),
+        ("reward.chat.name=none env.chat.name=scripted", None),
+        ("reward.chat.name=none debug=rollout_only", None),
+        ("reward.default.name=none debug=fake", None),
+        ("reward.default.name=none pipeline=generate", None),
+    ],
+)
+def test_rewards_that_are_all_0_are_refused_where_nothing_else_is_learned(words: str, said: str, tmp_path: Path):
+    rows = ({"prompt": "a", "answer": "4", "tag": tag} for tag in ("maths", "chat", "maths"))
+    path = jsonl(tmp_path / "a.jsonl", *rows)
+    scored = ["reward.maths.name=math"] if "reward.chat" in words else []
+    found = validate_rewards(load([f"data.train={path}", *scored, *words.split()]))
+    if said is None:
+        assert found == []
+        return
+    (line,) = found
+    first = 1 if "maths, chat" in said else 2
+    assert line.startswith(f"{path}:{first}: {said}"), line
+    assert line.endswith("name, or use pipeline=distill with a teacher")
+
+
 def test_a_misspelt_section_hides_only_the_domain_it_may_be_meant_for(tmp_path: Path):
     path = jsonl(tmp_path / "a.jsonl", *({"prompt": "a", "answer": "4", "tag": tag} for tag in ("maths", "code")))
     wrong = validate_rewards(Config(data=DataConfig(train=path), reward={"math": MATH}))

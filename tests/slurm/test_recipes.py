@@ -165,10 +165,11 @@ def test_the_twins_without_rl_run_to_their_ends(large: Any, tmp_path: Path) -> N
     student, teacher = tmp_path / "student", tmp_path / "teacher"
     make_tiny_model(TinyModel(hidden_size=32, num_heads=2), student)
     make_tiny_model(TinyModel(hidden_size=48, num_heads=2, initializer_range=0.2, seed=7), teacher)
+    one = ["layout.trainer.num_ranks=1"]  # two ranks that train are dpo_tiny's
     words = {
         "distill_tiny": ["max_steps=1", f"model.path={student}", f"teacher.path={teacher}"],
         "dpo_tiny": ["max_steps=1", "eval_every=1"],
-        "reward_model_tiny": ["max_steps=2", "eval_every=2", "rm.batch_size=8", "eval.num_prompts=8"],
+        "reward_model_tiny": ["max_steps=2", "eval_every=2", "rm.batch_size=8", "eval.num_prompts=8", *one],
         "generate_tiny": ["generate.num_prompts=8"],
     }
     for name, given in words.items():

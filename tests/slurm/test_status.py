@@ -92,7 +92,15 @@ def test_progress_and_the_time_limit_are_shown(tmp_path: Path) -> None:
     folder.mkdir(parents=True)
     (folder / "manifest.json").touch()
     os.utime(folder / "manifest.json", (NOW - 90, NOW - 90))
-    assert "saved    step 3, 1 min 30 s ago" in describe(run, None, NOW)
+    assert "saved    step 3, 1 min 30 s ago\n" in describe(run, None, NOW) + "\n"
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "checkpoint/failed": 2.0}\n')
+    assert "saved    step 3, 1 min 30 s ago; 2 save(s) failed since" in describe(run, None, NOW)
+    folder.rename(folder.with_name("step_000005"))
+    assert "failed" not in describe(run, None, NOW), "saved since"
+    folder.with_name("step_000005").rename(folder)
+    (run / "metrics.jsonl").write_text((run / "metrics.jsonl").read_text().rpartition('{"step": 5')[0])
+    os.utime(run / "metrics.jsonl", (NOW - 3, NOW - 3))
     assert " ".join(line(run, RUNNING_JOB, NOW).split()) == "run running step 4/10 reward 0.400 ETA 6 min 00 s"
 
 

@@ -160,8 +160,8 @@ def test_transferred_batches_and_fields_arrive(
     carry_out(token_transfers(7, "rollout", "wide", back, {0, *trained}))
     for rank in trained:
         batch = workers[rank].batches[7]
-        assert batch.ref_logprobs is not None and torch.equal(batch.ref_logprobs, -batch.token_ids.float())
-        trained_only = batch.token_ids * batch.loss_mask  # fields of any width are not sent for other tokens
+        trained_only = batch.token_ids * batch.loss_mask  # what training computes is not sent for other tokens
+        assert batch.ref_logprobs is not None and torch.equal(batch.ref_logprobs, -trained_only.float())
         expected = torch.stack([trained_only, -trained_only], 1).int()
         assert batch.pairs_of_numbers.dtype == torch.int32 and torch.equal(batch.pairs_of_numbers, expected)
         assert torch.equal(batch.wide[:, 0], -batch.token_ids.short()) and (batch.wide[:, 1] == -7).all()

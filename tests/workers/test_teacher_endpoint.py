@@ -27,8 +27,9 @@ from hpcrl.messaging.messages import Done, Teach
 from hpcrl.metrics.stats import flatten
 from hpcrl.rewards.serving.endpoint import EndpointError
 from hpcrl.rollout.batch import Batch
+from hpcrl.workers.endpoint_answers import Told, read_completion, read_echo, read_generated
 from hpcrl.workers.endpoint_probe import compared_ids, probe
-from hpcrl.workers.prompt_logprobs import PromptLogprobs, read_completion
+from hpcrl.workers.prompt_logprobs import PromptLogprobs
 from hpcrl.workers.rank_loop import Worker
 from hpcrl.workers.teacher import UNKNOWN, TeacherRole
 from hpcrl.workers.teacher_endpoint import make_teacher
@@ -110,6 +111,84 @@ def rows() -> Batch:
     batch = make_batch([6, 7, 30])
     batch.token_ids = batch.token_ids % 300
     return batch
+
+
+@pytest.mark.parametrize("protocol", ["sglang", "openai"])
+def test_log_probs_in_other_protocols_are_those_of_the_same_model_in_a_folder(
+    make: Callable[..., TeacherRole], server: TeacherServer, folder: Path, tokenizer: Any, protocol: str
+) -> None:
+    batch, other = rows(), rows()
+    teach(make({"path": str(folder)}), batch)
+    teach(make({"endpoint": section(server, protocol=protocol)}), other)
+    assert batch.teacher_logprobs is not None and other.teacher_logprobs is not None
+    assert torch.allclose(other.teacher_logprobs, batch.teacher_logprobs, rtol=0, atol=LOGPROBS)
+    assert {*server.paths} == {"/v1/models", {"sglang": "/generate", "openai": "/v1/completions"}[protocol]}
+    look(server, tokenizer, protocol=protocol)
+    if protocol == "sglang":
+        look(server, tokenizer, protocol=protocol, url=server.url.removesuffix("/v1"))
+
+
+def test_the_top_k_of_sglang_are_those_of_the_same_model_in_a_folder(
+    make: Callable[..., TeacherRole], server: TeacherServer, folder: Path
+) -> None:
+    batch, other, form = rows(), rows(), {"form": "top_k", "top_k": 7}
+    teach(make({"path": str(folder), **form}), batch)
+    teach(make({"endpoint": section(server, protocol="sglang"), **form}), other)
+    assert torch.equal(other.columns["teacher_topk_ids"], batch.columns["teacher_topk_ids"])
+    given, expected = (each.columns["teacher_topk_logprobs"] for each in (other, batch))
+    assert torch.allclose(given, expected, rtol=0, atol=LOGPROBS) and expected.any()
+
+
+TRIPLES = [[None, 5, "a"], [-0.5, 7, "b"], [-2.0, 9, None]]
+TOPS = [None, [[-0.5, 7, "b"], [-1.5, 3, "c"]], [[-0.25, 4, "d"], [-2.0, 9, None]]]
+
+
+def test_answers_of_sglang_are_read_as_documented() -> None:
+    def read(k: int = 0, **meta: Any) -> Told:
+        found = {"prompt_tokens": 3, "input_token_logprobs": TRIPLES, "output_token_logprobs": [[-1.0, 2, "e"]], **meta}
+        return read_generated(json.dumps({"text": "e", "meta_info": found}).encode(), [5, 7, 9], k)
+
+    told = read()
+    assert (told.logprobs, told.texts, told.best) == ([-0.5, -2.0], ["b", None], [[], []])
+    assert read(2, input_top_logprobs=TOPS).best == [[(7, -0.5), (3, -1.5)], [(4, -0.25), (9, -2.0)]]
+    for k, meta, text in (
+        (0, {"input_token_logprobs": None}, "has no input_token_logprobs; the server must give"),
+        (0, {"input_token_logprobs": TRIPLES[1:]}, "has log-probs of 2 tokens, 3 were asked about"),
+        (0, {"input_token_logprobs": [*TRIPLES[:2], [-2.0, 8, "x"]]}, "no log-prob of token 9 at place 2"),
+        (0, {"input_token_logprobs": [*TRIPLES[:2], [None, 9, "x"]]}, "no log-prob of token 9 at place 2"),
+        (0, {"input_token_logprobs": [*TRIPLES[:2], [0.5, 9, "x"]]}, "has the log-prob 0.5 at place 2"),
+        (0, {"input_token_logprobs": [*TRIPLES[:2], [-0.5, 9]]}, "not as expected"),
+        (2, {}, "most probable tokens .* of 0 places"),
+        (3, {"input_top_logprobs": TOPS}, "has 2 tokens at place 1, not the 3 most probable ones"),
+        (2, {"input_top_logprobs": [None, [[-0.1, 7, "b"], [-0.1, 3, "c"]], TOPS[2]]}, "place 1 have a sum above 1"),
+        (2, {"input_top_logprobs": [None, None, TOPS[2]]}, "has 0 tokens at place 1"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            read(k, **meta)
+
+
+def test_answers_of_openai_are_read_as_documented() -> None:
+    def read(logprobs: Any, **usage: int) -> Told:
+        answer = {"choices": [{"text": "abc", "logprobs": logprobs}]} | ({"usage": usage} if usage else {})
+        return read_echo(json.dumps(answer).encode(), [5, 7, 9], 0)
+
+    known = {"tokens": ["a", "b", "c", "d"], "token_logprobs": [None, -0.5, -2.0, -3.0], "top_logprobs": [None]}
+    told = read(known)
+    assert (told.logprobs, told.texts, told.best) == ([-0.5, -2.0], ["b", "c"], [[], []])
+    assert read({"token_logprobs": [None, -0.5, -2.0]}, prompt_tokens=3).texts == [None, None]
+    only_new = {"tokens": ["d"], "token_logprobs": [-3.0]}
+    for logprobs, usage, text in (
+        (None, {}, "the answer has no logprobs; the server must give log-probs"),
+        (only_new, {}, "has log-probs of 1 tokens, 3 were asked about"),
+        (only_new, {"prompt_tokens": 3}, r"1 tokens, not the prompt's \(echo=true\)"),
+        (known, {"prompt_tokens": 4}, "has log-probs of 4 tokens, 3 were asked about"),  # a token was added before
+        ({"token_logprobs": [None, None, -2.0]}, {}, "no log-prob of token 7 at place 1"),
+        (known | {"tokens": ["a"]}, {}, "has 4 log-probs and 1 texts"),
+        (known | {"token_logprobs": [None, 0.5, -1.0, -1.0]}, {}, "has the log-prob 0.5 at place 1"),
+        ({"token_logprobs": "none"}, {}, "not as expected"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            read(logprobs, **usage)
 
 
 @pytest.mark.parametrize("counts", [(1, 1, 1), (1, 2)], ids=["sequences", "steps"])

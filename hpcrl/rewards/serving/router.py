@@ -171,7 +171,32 @@ def _check_domains(config: Config, router: Router, rows: Mapping[Split, RowSet])
                 f"with; {count} rows of domain {domain} in data.{split} have none"
             )
         problems += _check_rows(scored_by, domain, split, found)
-    return list(dict.fromkeys(problems))
+    return list(dict.fromkeys([*problems, *_check_learned(config, router, rows)]))
+
+
+def _check_learned(config: Config, router: Router, rows: Mapping[Split, RowSet]) -> Iterator[str]:
+    """Reports the domains to train on whose rewards are all 0 (the reward `none`), if they learn from nothing else."""
+    if not (config.generates and config.learns and "train" in rows):
+        return
+    own, learned = config.pipeline_spec.objective, "the policy loss"
+    if config.pairs_per_group:
+        learned = f"the {config.pipeline} pipeline"
+    elif own or not config.algorithm_spec.make.startswith("hpcrl."):  # may need no reward
+        return
+    domains = []
+    for domain in (domain for split, domain, _ in _scored(config, rows) if split == "train"):
+        weights, section = config.loss_of(domain), router.sections.get(domain, router.sections.get(DEFAULT))
+        learns_otherwise = not own and (weights.ce or weights.divergence or not weights.policy)
+        unscored = section is not None and section.name == UNSCORED and config.env_of(domain) is None
+        if unscored and not learns_otherwise:
+            domains.append(domain)
+    if domains:
+        _, where = rows["train"].rows_of(domains[0])
+        whose = f"domain {domains[0]}" if len(domains) == 1 else f"the domains {', '.join(domains)}"
+        yield (
+            f"{where}: the rewards of {whose} are all 0 (reward none), so {learned} learns nothing there; set "
+            f"{_keys(domains[0])}, or use pipeline=distill with a teacher"
+        )
 
 
 def reward_notes(config: Config, rows: Mapping[Split, RowSet]) -> list[str]:
@@ -234,7 +259,7 @@ def _check_losses(config: Config, rows: Mapping[Split, RowSet]) -> list[str]:
 
 def _check_teachers(config: Config, domains: Sequence[str]) -> list[str]:
     """Reports teachers of domains without a row to train on, and domains that learn from a teacher and have none."""
-    if config.teacher.source != "folder":
+    if config.teacher.source != "folder" or config.teacher.endpoint.url is not None:  # nothing reads them
         return []
     key, otherwise = "teacher.paths", "teacher.paths.default is for all domains without their own"
     wrong = [name for name in config.teacher.paths if name not in (*domains, DEFAULT)]
