@@ -42,7 +42,7 @@ class PrivilegedContext:
         return not self.untaught.get(domain, self.untaught.get("default", False))
 
     def messages(self, row: Row, where: str) -> Messages:
-        """The row's messages, with the template in place of the last user message if its domain is taught. The message's
+        """The row's messages, with the template in place of the last user message if its domain is taught. Its
         images stay in {prompt}. BadRow, with `where`, if the row lacks a value that the template reads, or if the
         template would repeat the images."""
         if not self.is_read(row.domain):
