@@ -13,12 +13,17 @@ from hpcrl.cluster.layout import RoleLayout
 from hpcrl.config import ConfigError, TinyModel, load
 from hpcrl.config.teacher import TeacherConfig
 from hpcrl.config.teacher_paths import teacher_of, teachers
+from hpcrl.data import PromptSource
+from hpcrl.data.chat import bind
+from hpcrl.data.privileged import PrivilegedContext
 from hpcrl.engines.tiny import make_tiny_model
 from hpcrl.launch.plan import describe
 from hpcrl.launch.prepare import prepare
-from hpcrl.models.families import shape_of
+from hpcrl.models.families import shape_of, vision_of
 from hpcrl.planner.memory import memory
 from hpcrl.planner.trainer import trainer_parts
+from hpcrl.rollout.types import Prompt
+from tests.vlm import png
 
 BASE = ["pipeline=distill", "teacher.source=base", "trainer.lora.rank=4"]
 POLICY = ["pipeline=distill", "teacher.source=policy"]
@@ -184,6 +189,25 @@ def test_prompts_that_the_context_makes_too_long_are_counted(policy: Path, tmp_p
     )
     with pytest.raises(ConfigError, match=r"null \(data.max_prompt_tokens=9\), but all 40 rows"):
         prepare([*words, "data.max_prompt_tokens=9"])
+
+
+def test_images_count_in_what_the_teacher_reads(tmp_path: Path) -> None:
+    """As the run counts them: 4 tokens each in the teacher's prompt."""
+    folder, rows = tmp_path / "policy", tmp_path / "rows.jsonl"
+    make_tiny_model(TinyModel(architecture="qwen2_5_vl"), folder)
+    (tmp_path / "a.png").write_bytes(png(9, 56, 56))
+    given = [{"prompt": "a" * n, "answer": "b", "images": ["a.png"] * 2} for n in (1, 30)]
+    rows.write_text("".join(json.dumps(row) + "\n" for row in given))
+    tokenizer = bind(AutoTokenizer.from_pretrained(folder), {}, vision_of(folder))
+    words = words_for(folder, tmp_path / "run", *BASE, f"data.train={rows}", "rollout.num_prompts=2", CONTEXT)
+    source = PromptSource(load(words).data, "train", tokenizer, 0, 1, PrivilegedContext.of(load(words)))
+    prompts = [source.of_row(row) for row in (0, 1)]
+    short, long = (len(prompt.teacher_ids) for prompt in prompts if isinstance(prompt, Prompt))
+    assert prepare([*words, f"teacher.max_prompt_tokens={long}"])[-1].notes == []
+    (note,) = prepare([*words, f"teacher.max_prompt_tokens={long - 1}"])[-1].notes
+    assert note.startswith(f"{rows}:2: longer than teacher.max_prompt_tokens={long - 1} with teacher.context; 1 of 2")
+    with pytest.raises(ConfigError, match=f"teacher.context, the shortest {short}; raise it"):
+        prepare([*words, f"teacher.max_prompt_tokens={short - 1}"])
 
 
 @pytest.mark.parametrize("given", [{"path": "m"}, {"paths": {"math": "m", "default": "n"}}])

@@ -37,8 +37,8 @@ class SelfTeaching(Section):
     copy, the trainer's engine computes with the policy before the step's update, which needs teacher.context."""
     context: Annotated[str, AfterValidator(_template), Field(max_length=100_000)] | None = None
     """Privileged context: what the teacher reads in place of the prompt's last user message, as in on-policy
-    self-distillation (arXiv 2601.18734). {prompt} stands for this message, {answer} for the row's answer, and another
-    name for the row's column; {{ and }} for braces. null: the teacher reads the policy's prompt."""
+    self-distillation (arXiv 2601.18734). {prompt} stands for this message and its images, {answer} for the row's
+    answer, and another name for the row's column; {{ and }} for braces. null: the teacher reads the policy's prompt."""
     max_prompt_tokens: Positive | None = None
     """Maximum length of a prompt with teacher.context, tokens. Rows with a longer one are dropped and counted, or
     refused with data.overlong_prompts=error; null: data.max_prompt_tokens."""

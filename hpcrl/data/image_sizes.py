@@ -11,9 +11,21 @@ from hpcrl.data.rows import ChecksRows, Row
 from hpcrl.data.template_forms import shows_images
 from hpcrl.data.templates import FolderTemplate
 from hpcrl.models.vision import Vision
-from hpcrl.spec.media import MAX_PIXEL_BYTES, WRITTEN_MARK
+from hpcrl.spec.media import IMAGE, MAX_PIXEL_BYTES, WRITTEN_MARK, Medium
 
 REMEDY = "raise the limit, lower data.max_pixels, or leave the row out (data.overlong_prompts=drop)"
+
+
+def without_pixels(images: Sequence[ImageFile], vision: Vision) -> list[Medium]:
+    """The images as the model sees them, without content, from the heads of their files. ValueError for an image that
+    cannot be used, OSError for one that cannot be read."""
+    found = []
+    for image in images:
+        for tile in vision.tiles(*size_of(image.content if image.content is not None else image.path)):
+            width, height = tile.size
+            length = vision.num_tokens(width, height)
+            found.append(Medium(IMAGE, b"", width, height, length=length, row=tile.row, column=tile.column))
+    return found
 
 
 class ImageCheck:

@@ -12,6 +12,7 @@ from hpcrl.config.self_teaching import ANSWER, PLACES, PROMPT, places_of
 from hpcrl.data.files import BadRow
 from hpcrl.data.messages import Messages
 from hpcrl.data.rows import ChecksRows, Row, columns_of
+from hpcrl.spec.media import IMAGE_MARK
 
 
 @dataclass(frozen=True)
@@ -41,10 +42,9 @@ class PrivilegedContext:
         return not self.untaught.get(domain, self.untaught.get("default", False))
 
     def messages(self, row: Row, where: str) -> Messages:
-        """The row's messages, with the template in place of the last user message if its domain is taught. BadRow, with
-        `where`, if the row lacks a value that the template reads, or has images."""
-        if row.images:
-            raise BadRow(f"{where}: the row has images, and a teacher with teacher.context reads only text")
+        """The row's messages, with the template in place of the last user message if its domain is taught. Its
+        images stay in {prompt}. BadRow, with `where`, if the row lacks a value that the template reads, or if the
+        template would repeat the images."""
         if not self.is_read(row.domain):
             return row.messages
         last = max((n for n, said in enumerate(row.messages) if said["role"] == "user"), default=None)
@@ -54,7 +54,12 @@ class PrivilegedContext:
         texts = {name: _text(values.get(name, row.extra.get(name))) for name in places_of(self.template)}
         if lacking := next((name for name, text in texts.items() if not text.strip()), None):
             raise BadRow(f"{where}: no {lacking}, which teacher.context reads; the row has {columns_of(row.extra)}")
-        text = PLACES.sub(lambda place: texts[place[1]] if place[1] else place[0][0], self.template)
+        asked = row.messages[last]["content"]
+        if IMAGE_MARK in asked and sum(found[1] == PROMPT for found in PLACES.finditer(self.template)) > 1:
+            raise BadRow(f"{where}: the message has images, which teacher.context would repeat; give {{prompt}} once")
+        texts = {name: text.replace(IMAGE_MARK, "") for name, text in texts.items()} | {PROMPT: asked}
+        template = self.template.replace(IMAGE_MARK, "")
+        text = PLACES.sub(lambda place: texts[place[1]] if place[1] else place[0][0], template)
         return [*row.messages[:last], {**row.messages[last], "content": text}, *row.messages[last + 1 :]]
 
 

@@ -301,7 +301,8 @@ class RowSet:
         unanswered: Domain -> number of rows without an answer, and `file:line` of the first.
         unlearnable: Result of learning_obstacle() -> number of such rows, and the first.
         own_variables: Domain -> number of rows with template variables, and the first.
-        media: Kind (hpcrl.spec.media) -> number of rows with such media, and the first.
+        media: Kind (hpcrl.spec.media) -> number of rows with such media, and the first; all rows of a generated source
+            if its first row has some.
     """
 
     def __init__(
@@ -354,8 +355,12 @@ class RowSet:
             start, end = self._starts[number : number + 2]
             if table.fixed_domain is not None:  # generated rows are correct by construction
                 self.domains[start:end] = self._domain_index(self.sources[number].domain or table.fixed_domain)
+                row = self._parse(number, 0)
+                if row.images:
+                    count, first = self.media.get(IMAGE, (0, table.where(0)))
+                    self.media[IMAGE] = count + len(table), first
                 if self._check is not None:
-                    yield self._check.problem_of(self._parse(number, 0), table.where(0))
+                    yield self._check.problem_of(row, table.where(0))
                 continue
             for index in range(len(table)):
                 if self._check is not None and (done := int(start) + index) % PROGRESS_ROWS == 0 and done:

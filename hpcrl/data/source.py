@@ -259,7 +259,11 @@ class PromptSource:
         except TemplateRefusal as error:
             reason = f"the chat template refuses the row with teacher.context: {error.reason}"
             raise BadRow(f"{self._rows.where(row)}: {reason}") from error
-        found = encoded._replace(teacher_ids=tuple(encode(self._tokenizer, text)))
+        try:
+            teacher_ids, _ = encode_with_images(self._tokenizer, text, encoded.media)
+        except ValueError as error:
+            raise BadRow(f"{self._rows.where(row)}: with teacher.context, {error}") from error
+        found = encoded._replace(teacher_ids=tuple(teacher_ids))
         if self._config.overlong_prompts == "error" and (why := self._too_long(found)):
             limit = f"teacher.max_prompt_tokens={self._context.max_tokens}"
             raise ValueError(

@@ -11,11 +11,15 @@ import numpy as np
 from hpcrl.config import Config, Problem
 from hpcrl.data.chat import plain, render
 from hpcrl.data.files import BadRow
+from hpcrl.data.image_sizes import without_pixels
+from hpcrl.data.image_tokens import write_pictures
 from hpcrl.data.privileged import PrivilegedContext
 from hpcrl.data.rows import RowSet
 from hpcrl.data.template_forms import TemplateRefusal
 from hpcrl.data.templates import FolderTemplate
 from hpcrl.launch.model_folder import TOKENIZERS
+from hpcrl.models.vision import Vision
+from hpcrl.spec.media import by_picture
 
 MAX_MEASURED = 256
 """Rows whose prompts are measured, evenly spread over data.train."""
@@ -67,9 +71,11 @@ class ContextLengths:
         return limit if config.teacher.max_prompt_tokens is not None else f"null (data.max_prompt_tokens={limit})"
 
 
-def context_lengths(config: Config, template: FolderTemplate, rows: RowSet) -> ContextLengths | None:
-    """The lengths of a sample's prompts in tokens of the policy; None without teacher.context, or if the policy's
-    folder has no tokenizer.json that can be read here."""
+def context_lengths(
+    config: Config, template: FolderTemplate, rows: RowSet, vision: Vision | None
+) -> ContextLengths | None:
+    """The lengths of a sample's prompts in tokens of the policy, those of images included; None without
+    teacher.context, or if the policy's folder has no tokenizer.json that can be read here."""
     context = PrivilegedContext.of(config)
     if context is None or (count := _counter(config, template)) is None:
         return None
@@ -81,8 +87,12 @@ def context_lengths(config: Config, template: FolderTemplate, rows: RowSet) -> C
             if not context.is_read(row.domain):
                 continue
             read = context.messages(row, rows.where(number))
-            lengths[number] = count(render(template, read, row.tools, **row.variables))
-        except (BadRow, TemplateRefusal):  # reported, or skipped with a note
+            text = render(template, read, row.tools, **row.variables)
+            images = without_pixels(row.images, vision) if vision is not None else []
+            if vision is not None and images:
+                text = write_pictures(text, vision, iter(by_picture(images)))
+            lengths[number] = count(text) + sum(image.length - 1 for image in images)
+        except (BadRow, TemplateRefusal, ValueError, OSError):  # reported, or skipped with a note
             continue
     over = [number for number, length in lengths.items() if length > context.max_tokens]
     where = rows.where(over[0]) if over else ""

@@ -170,7 +170,7 @@ def check_own_variables(config: Config, rows: Mapping[Split, RowSet]) -> Iterato
 def check_media(config: Config, rows: Mapping[Split, RowSet], vision: Vision | None) -> Iterator[str]:
     """Rows with media of a kind that the run's model, or an engine that would get them, does not take."""
     generates: dict[Split, bool] = {"train": config.generates, "val": config.evaluates}
-    if config.writes_responses and "train" in rows and (where := _first_with_images(rows["train"])):
+    for _, where in rows["train"].media.values() if config.writes_responses and "train" in rows else ():
         yield f"{where}: the row has images, which written rows cannot hold; leave such rows out"
         return
     for split, found in rows.items():
@@ -179,18 +179,6 @@ def check_media(config: Config, rows: Mapping[Split, RowSet], vision: Vision | N
             learns = config.learns and (split == "train" or config.validates_rows)
             for who, remedy in _refusing(config, kind, vision, generates[split], learns):
                 yield f"{where}: the row has {kind}s, which {who} does not take; {remedy}{rest}"
-
-
-def _first_with_images(rows: RowSet) -> str:
-    """The place of the first row with images, of a generated source its first row; empty if there is none."""
-    for _, where in rows.media.values():
-        return where
-    start = 0
-    for table in rows.tables:
-        if table.fixed_domain is not None and rows.row(start).images:
-            return rows.where(start)
-        start += len(table)
-    return ""
 
 
 def _further_models(config: Config) -> Iterator[tuple[str, str]]:
@@ -251,6 +239,12 @@ def _refusing(
             yield f"{key} {path}", ""
         elif other.sizes != vision.sizes:
             yield f"{key} {path} of other patches than the policy's", ""
+        elif key.startswith("teacher.") and (names := vision.unlike(other, config.data.max_pixels)):
+            told = "; ".join(f"{name}={getattr(other, name)}, not {getattr(vision, name)}" for name in names)
+            remedy = f"give it the policy's {PROCESSORS[0]}, or "
+            if names == ["max_pixels"]:
+                remedy = f"use data.max_pixels={min(vision.max_pixels, other.max_pixels)}, or "
+            yield f"{key} {path}, whose processor makes other sizes of pictures ({told}),", remedy
 
 
 def show_rows(

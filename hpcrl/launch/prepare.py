@@ -154,7 +154,7 @@ def _check_inputs(reading: LoadedConfig, config: Config, layout: RoleLayout | No
         _check_imitation(reading, config, template, vision)
         shown = show_rows(config, template, rows, checks)
         shown.image_tokens = most_image_tokens(config, rows, seeing)
-        shown.notes += _check_context_lengths(reading, config, template, rows.get("train"))
+        shown.notes += _check_context_lengths(reading, config, template, rows.get("train"), vision)
         shown.notes += reward_notes(config, rows) if config.learns_from_rewards or config.writes_responses else []
         shown.notes += notes_on_marks(seeing)
         shown.notes += notes_on_judges(config, rows) if vision is not None else []
@@ -164,12 +164,16 @@ def _check_inputs(reading: LoadedConfig, config: Config, layout: RoleLayout | No
 
 
 def _check_context_lengths(
-    reading: LoadedConfig, config: Config, template: FolderTemplate | None, rows: RowSet | None
+    reading: LoadedConfig,
+    config: Config,
+    template: FolderTemplate | None,
+    rows: RowSet | None,
+    vision: Vision | None,
 ) -> list[str]:
     """Checks the lengths of prompts with teacher.context; returns notes for the plan."""
     from hpcrl.launch.context_lengths import context_lengths
 
-    if template is None or rows is None or (lengths := context_lengths(config, template, rows)) is None:
+    if template is None or rows is None or (lengths := context_lengths(config, template, rows, vision)) is None:
         return []
     problems = list(lengths.problems(config))
     reading.add(problems)

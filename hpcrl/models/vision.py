@@ -6,9 +6,10 @@ it in their own files. A family's field `vision` reads one (hpcrl.models.family)
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from hpcrl.spec.media import Medium
@@ -23,6 +24,8 @@ BothWays = Literal["none", "all", "windows"]
 """Layers: none, all, or layers with a sliding window."""
 PROCESSOR = "the image processor"
 """preprocessor_config.json, or image_processor of processor_config.json, in errors."""
+OF_ONE_MODEL = frozenset({"mean", "std", "resample", "both_ways"})
+"""Fields of Vision that change no token: what a model makes of pixels, and the filter of their resizing."""
 Form = Literal["patches", "squares", "listed squares", "tiles", "padded patches"]
 """What a vision tower reads (hpcrl.engines.patches)."""
 
@@ -90,6 +93,14 @@ class Vision:
     def sizes(self) -> tuple[Any, ...]:
         """Equal for models that can read each other's images and tokens."""
         return self.form, self.patch, self.merge, self.frames, self.image_token_id
+
+    def unlike(self, other: Vision, max_pixels: int | None) -> list[str]:
+        """Names of the values by which a model with equal `sizes` would show pictures in other sizes, so with other
+        numbers of tokens, if both have the limit max_pixels (data.max_pixels)."""
+        with contextlib.suppress(ValueError):  # its smallest image is larger, so min_pixels differs
+            other = other if max_pixels is None else other.limited(max_pixels)
+        names = [field.name for field in fields(self) if field.name not in OF_ONE_MODEL]
+        return [name for name in names if getattr(self, name) != getattr(other, name, None)]
 
     @property
     def least(self) -> tuple[int, int]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hpcrl.rollout.batch import Batch
+from hpcrl.spec.media import IMAGES
 
 Judge = Callable[[Batch], Sequence[Tensor | None]]
 
@@ -25,10 +26,12 @@ def judge_reading(prompts: Mapping[int, bytes], batch: Batch, judge: Judge) -> S
 
 
 def with_prompts(batch: Batch, prompts: Mapping[int, bytes]) -> Batch:
-    """The rows with other prompts, by group id. Rows are single responses."""
+    """The rows with other prompts, by group id, which have the same images. Rows are single responses."""
     token_ids, turn_ids, loss_mask = [batch.token_ids[:0]], [batch.turn_ids[:0]], [batch.loss_mask[:0]]
     lengths = [0]
-    for (first, end), group in zip(pairwise(batch.cu_seqlens.tolist()), batch.group_ids.tolist(), strict=True):
+    of_rows = zip(pairwise(batch.cu_seqlens.tolist()), batch.group_ids.tolist(), _images_of_rows(batch), strict=True)
+    images = [] if batch.images is None else [batch.images[:0]]
+    for (first, end), group, own_images in of_rows:
         prompt = torch.from_numpy(np.frombuffer(prompts[group], dtype=np.int32).astype(np.int64))
         written = batch.turn_ids[first:end] >= 0
         response = batch.token_ids[first:end][written]
@@ -36,12 +39,34 @@ def with_prompts(batch: Batch, prompts: Mapping[int, bytes]) -> Batch:
         turn_ids += [torch.full_like(prompt, -1, dtype=torch.int32), torch.zeros(len(response), dtype=torch.int32)]
         loss_mask += [torch.zeros_like(prompt, dtype=torch.bool), batch.loss_mask[first:end][written]]
         lengths.append(len(prompt) + len(response))
+        images += [_placed(own_images, batch.token_ids[first:end], prompt)] if own_images is not None else []
     starts = torch.tensor(lengths).cumsum(0)
     columns = {"token_ids": torch.cat(token_ids), "turn_ids": torch.cat(turn_ids), "loss_mask": torch.cat(loss_mask)}
-    of_rows = {name: batch.columns[name] for name in ("group_ids", "sample_ids", "weights")}
-    read = Batch(starts, columns | of_rows)
+    kept = {name: batch.columns[name] for name in ("group_ids", "sample_ids", "weights")}
+    if images:
+        kept |= {IMAGES.name: torch.cat(images), IMAGES.counts.name: batch.columns[IMAGES.counts.name]}
+    read = Batch(starts, columns | kept, pictures=batch.pictures)
     read.position_ids = read.segment_indices
     return read
+
+
+def _images_of_rows(batch: Batch) -> Sequence[Tensor | None]:
+    """The values of the field `images` by row; None if the batch lacks the field."""
+    if batch.images is None:
+        return [None] * batch.num_sequences
+    return batch.images.split(batch.columns[IMAGES.counts.name].tolist())
+
+
+def _placed(images: Tensor, token_ids: Tensor, prompt: Tensor) -> Tensor:
+    """A row's images at their places in another prompt, where they have the same order. `token_ids` are the row's."""
+    if not len(images):
+        return images
+    lengths, placeholder = images[:, 1], token_ids[images[0, 0]]
+    places = (prompt == placeholder).nonzero()[:, 0]
+    assert len(places) == int(lengths.sum()), "the source has put the row's images into the prompt"
+    placed = images.clone()
+    placed[:, 0] = places[lengths.cumsum(0) - lengths]
+    return placed
 
 
 def _moved(values: Tensor, read: Batch, batch: Batch) -> Tensor:

@@ -15,6 +15,8 @@ from hpcrl.data import PromptSource, parse_row
 from hpcrl.data.files import BadRow
 from hpcrl.data.privileged import PrivilegedContext, with_context_check
 from hpcrl.data.rows import RawContext, Row, read_splits
+from hpcrl.spec.media import IMAGE_MARK
+from tests.vlm import png, seeing_tokenizer
 
 ALL = PrivilegedContext("{prompt}\nThe answer is \\boxed{{{answer}}}, \\boxed{}.\nHint: {hint} {{prompt}}", 100)
 ANSWER = PrivilegedContext("{prompt} ({answer})", 100)
@@ -57,6 +59,25 @@ def test_a_source_encodes_what_the_teacher_reads(tokenizer: Any, write_jsonl: An
     text = tokenizer.decode(prompt.teacher_ids)
     assert text == "<|im_start|>user\n2+2? (<|im_end|> 4)<|im_end|>\n<|im_start|>assistant\n"
     assert prompt.teacher_ids.count(tokenizer.convert_tokens_to_ids("<|im_end|>")) == 1, "an answer ends no message"
+
+
+def test_images_stay_in_the_prompt(write_jsonl: Any, tmp_path: Path) -> None:
+    """Each once, at its place in the message; a column cannot add a place."""
+    names = [f"{colour}.png" for colour in (10, 200)]
+    for name, colour in zip(names, (10, 200), strict=True):
+        (tmp_path / name).write_bytes(png(colour, 28, 56))
+    raw = {"prompt": "a <image> or <image>?", "images": names, "answer": f"b{IMAGE_MARK}"}
+    path = write_jsonl("a.jsonl", raw)
+    prompt = PromptSource(DataConfig(train=path), "train", seeing_tokenizer(), 0, 1, ANSWER).next()
+    image = "<|vision_start|>" + 2 * "<|image_pad|>" + "<|vision_end|>"
+    said = f"<|im_start|>user\na {image} or {image}? (b)<|im_end|>\n<|im_start|>assistant\n"
+    assert seeing_tokenizer().decode(prompt.teacher_ids) == said
+    assert seeing_tokenizer().decode(prompt.token_ids) == said.replace(" (b)", "") and len(prompt.media) == 2
+    twice = PrivilegedContext("{prompt} {prompt}", 100)
+    with pytest.raises(
+        BadRow, match=r"^rows\.jsonl:7: the message has images, which teacher\.context would repeat; give"
+    ):
+        twice.messages(parse_row(raw, RawContext(DataConfig(), "rows.jsonl:7", folder=tmp_path)), "rows.jsonl:7")
 
 
 def test_long_ones_are_dropped_and_counted_and_a_cursor_has_them(tokenizer: Any, write_jsonl: Any) -> None:

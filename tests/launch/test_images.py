@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ BLIND_ENGINE = f"{__name__}:BLIND"
 SEEING = "model.tiny.architecture=qwen2_5_vl"
 """Its images have at most 64 tokens of 28 x 28 pixels."""
 OWN = "+env.default={name: class, class_path: hpcrl.envs.games.guess:Guess}"
+BEHIND = ("teacher.endpoint.url=http://node7/v1", "teacher.endpoint.model=large")
 CROPS = ("pipeline=agentic", "+env.default={name: tools}")
 SHOWING = "+env.default={name: sokoban, options: {show: image}}"
 WORDS = ["data.max_prompt_tokens=40", "rollout.max_new_tokens=3", "reward.default.name=exact_match", "run_dir=run"]
@@ -171,15 +173,61 @@ def test_a_second_model_of_other_patches_is_refused(role: str, at: Path, capsys:
 
 
 def test_a_teacher_behind_an_endpoint_is_shown_no_images(at: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = (
-        SEEING,
-        "loss.default.divergence=1",
-        "teacher.endpoint.url=http://node7/v1",
-        "teacher.endpoint.model=large",
-    )
+    words = (SEEING, "loss.default.divergence=1", *BEHIND)
     assert start(at, row("small.png"), words=words) == ExitCode.BAD_INPUT
     said = "the row has images, which the teacher's endpoint does not take; use teacher.path, or leave such rows out"
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [("teacher.path=other",), BEHIND], ids=["text model", "endpoint"])
+def test_images_of_generated_rows_are_refused_alike(
+    words: tuple[str, ...], at: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A teacher would read the image's tokens without the image."""
+    make_tiny_model(TinyModel(), at / "other")
+    given = ["data.train=task:shapes", *(word for word in WORDS if not word.startswith("reward"))]
+    assert main([*given, SEEING, "loss.default.divergence=1", *words]) == ExitCode.BAD_INPUT
+    who = "teacher.path other" if len(words) == 1 else "the teacher's endpoint"
+    assert f"task:shapes[0]: the row has images, which {who} does not take; " in capsys.readouterr().err
+
+
+def test_a_teacher_that_shows_pictures_in_other_sizes_is_refused(at: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It would give them other numbers of tokens. A limit for both makes them equal, other colours do not matter."""
+    for name in ("policy", "other"):
+        make_tiny_model(TinyModel(architecture="qwen2_5_vl"), at / name)
+    processor = at / "other/preprocessor_config.json"
+    known = json.loads(processor.read_text())
+    smaller = {"size": {"shortest_edge": 784, "longest_edge": 784 * 9}, "image_mean": [0.5] * 3}
+    processor.write_text(json.dumps(known | smaller))
+    words = ("model.path=policy", "loss.default.divergence=1", "teacher.path=other")
+    refused = (
+        "rows.jsonl:2: the row has images, which teacher.path other, whose processor makes other sizes of pictures"
+    )
+    assert start(at, row("small.png"), words=words) == ExitCode.BAD_INPUT
+    told = "(max_pixels=7056, not 50176), does not take; use data.max_pixels=7056, or leave such rows out (1 of 2 rows"
+    assert f"{refused} {told}" in capsys.readouterr().err
+    assert start(at, row(), words=words) == ExitCode.DONE, "texts alone"
+    assert start(at, row("small.png"), words=(*words, "data.max_pixels=7056")) == ExitCode.DONE
+    processor.write_text(json.dumps(known | {"size": {"shortest_edge": 784 * 4, "longest_edge": 50176}}))
+    assert start(at, row("small.png"), words=words) == ExitCode.BAD_INPUT
+    told = "(min_pixels=3136, not 784), does not take; give it the policy's preprocessor_config.json, or leave such"
+    assert f"{refused} {told}" in capsys.readouterr().err
+    assert start(at, row("small.png"), words=(*words, "data.max_pixels=1000")) == ExitCode.BAD_INPUT
+    assert "pictures (min_pixels=3136, not 784; max_pixels=50176, not 1000), does" in capsys.readouterr().err
+
+
+def test_a_teacher_on_another_engine_that_takes_no_images_is_refused(
+    at: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_tiny_model(TinyModel(architecture="qwen2_5_vl"), at / "policy")
+    shutil.copytree(at / "policy", at / "other")
+    words = ("model.path=policy", "loss.default.divergence=1", "teacher.path=other", "teacher.engine=megatron")
+    assert start(at, row("small.png"), words=words) == ExitCode.BAD_INPUT
+    lines = capsys.readouterr().err
+    assert (
+        "the row has images, which the megatron teacher does not take; use teacher.engine=fsdp2 or deepspeed" in lines
+    )
+    assert "teacher.path: the megatron teacher trains " in lines and "not qwen2_5_vl; use teacher.engine=" in lines
 
 
 def test_more_pixels_than_a_message_holds_are_refused(at: Path, capsys: pytest.CaptureFixture[str]) -> None:
