@@ -233,6 +233,15 @@ def test_a_published_form_with_an_image_is_read(tmp_path: Path, name: str, kind:
     assert [image.read() for image in row.images] == [image.read() for image in row.rejected.images] == [PIXEL]
 
 
+@pytest.mark.parametrize("prompt", [[{"role": "user", "content": ASKED}], "<image>2+2?", "2+2?"])
+def test_a_labelled_answer_may_have_an_image(tmp_path: Path, write_jsonl: Any, prompt: Any) -> None:
+    (tmp_path / "a.png").write_bytes(PIXEL)
+    raw = {"images": ["a.png"], "prompt": prompt, "completion": "four", "label": False}
+    row = only_row(write_jsonl("a.jsonl", raw), "labelled")
+    assert row.messages == [{"role": "user", "content": f"{IMAGE_MARK}2+2?"}] and len(row.images) == 1
+    assert (row.turn, row.label, row.prompt_messages) == (GOOD, False, 1)
+
+
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
