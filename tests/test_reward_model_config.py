@@ -18,6 +18,8 @@ from hpcrl.planner.memory import memory
 from hpcrl.planner.memory_parts import samples_of_a_step
 from hpcrl.planner.trainer import trained_shape
 from tests.engines.test_scalar import make_reward_model
+from tests.vlm import make_vlm, png
+from tests.vlm_families import make_small
 
 RECIPE = "+experiment=reward_model_tiny"
 
@@ -36,7 +38,7 @@ def refused(*words: str) -> list[str]:
             "trainer.lora.rank: the megatron trainer has no adapters below a value head; use 0, or trainer.engine=",
         ),
         (["trainer.freeze=[embeddings]"], "trainer.freeze: a value head is trained with all weights; use []"),
-        (["model.tiny.architecture=qwen2_5_vl"], "model.tiny.architecture: a reward model is made of a text model"),
+        (["model.tiny.architecture=qwen2_5_vl"], "model.tiny.architecture: transformers has no model of"),
         (["model.mtp=train"], "model.mtp: a reward model has no prediction layers; use keep or drop"),
         (["trainer.head_dtype=float32"], "trainer.head_dtype: a value head is always in float32; use null"),
         (["data.chat_template_kwargs={x: 1}"], "data.chat_template_kwargs: the role reward_model renders dialogues"),
@@ -111,6 +113,45 @@ def test_model_folders_with_other_heads_are_refused(tmp_path: Path) -> None:
     ]
     other = renamed(make_reward_model(tmp_path / "other"), "Qwen2ForQuestionAnswering")
     assert problems(f"model.path={other}")[0].startswith(f"model.path: {other} is of Qwen2ForQuestionAnswering, and a")
+
+
+def test_models_that_take_images_are_trained_if_transformers_has_their_class(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(png(9))
+    row = {"images": ["a.png"], "prompt": "<image>what?", "chosen": "grey", "rejected": "red"}
+    (tmp_path / "pairs.jsonl").write_text(json.dumps(row) + "\n")
+    rows = [f"data.train={tmp_path}/pairs.jsonl", f"data.val={tmp_path}/pairs.jsonl"]
+    able, unable = make_small("gemma3", tmp_path / "able"), make_vlm("qwen2_5_vl", tmp_path / "unable")
+    prepare([RECIPE, "dry_run=true", f"model.path={able}", *rows])
+    assert problems(f"model.path={unable}", *rows) == [
+        f"model.path: {unable} takes images, and transformers has no class ...ForSequenceClassification for its "
+        "model_type, qwen2_5_vl, only for qwen3_5 and gemma3; give such a model or a text model"
+    ]
+    assert problems(f"model.path={able}", "rm.rows=steps", *steps(tmp_path)) == [
+        f"model.path: {able} takes images, and a model that scores steps (rm.rows=steps) is made of a text model; give "
+        "such a model"
+    ]
+    line = "pairs.jsonl:1: the row has images, which model.tiny.architecture=qwen2 does not take; use a model with "
+    assert problems(*rows)[0].startswith(f"{tmp_path}/{line}model_type qwen3_5, gemma3, or leave such rows out")
+    with_images = {"images": ["a.png"], "prompt": "<image>what?", "completions": ["4"], "labels": [True]}
+    words = steps(tmp_path)
+    (tmp_path / "steps.jsonl").write_text(json.dumps(with_images) + "\n")
+    assert problems("rm.rows=steps", *words)[0] == (
+        f"{tmp_path}/steps.jsonl:1: the row has images, and a model that scores steps is made of a text model; leave "
+        "them out, or score whole answers (rm.rows=scores)"
+    )
+
+
+def test_a_reward_model_that_takes_images_is_not_served(tmp_path: Path) -> None:
+    folder = renamed(make_small("gemma3", tmp_path / "able"), "Gemma3ForSequenceClassification")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"id2label": {"0": "LABEL_0"}}))
+    with pytest.raises(ConfigError) as caught:
+        prepare(["+experiment=demo", "dry_run=true", "reward.default.name=reward_model", f"reward_model.path={folder}"])
+    lines = [line for line in caught.value.problems if line.startswith("reward_model.path")]
+    text = "is a reward model that takes images, and the role reward_model scores texts only; give a text model, or let"
+    assert len(lines) == 1 and lines[0].startswith(
+        f"reward_model.path: {folder} {text} a judge that takes images score"
+    )
 
 
 def test_a_model_without_rows_for_the_tokenizers_tokens_is_refused(tmp_path: Path) -> None:

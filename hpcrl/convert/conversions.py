@@ -127,7 +127,8 @@ def to_megatron(checkpoint: Path, output: Path, options: ConvertOptions) -> Conv
 def _scalar(config: Mapping[str, Any], found: Found, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
     """The config.json entries that make the model a critic, if its head has a bias, or else a reward model:
     transformers' model for token or for sequence classification, with a label for each head."""
-    from transformers.models.auto import modeling_auto  # the import takes seconds, and only these models need it
+    from transformers import AutoConfig  # the import takes seconds, and only these models need it
+    from transformers.models.auto import modeling_auto
 
     count = shapes[f"{VALUE_HEAD}.weight"][0]
     named = found.labels if len(found.labels) == count else [f"LABEL_{n}" for n in range(count)]
@@ -136,7 +137,11 @@ def _scalar(config: Mapping[str, Any], found: Found, shapes: Mapping[str, tuple[
         name = modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES[config["model_type"]]
         return {"architectures": [name], **labels}
     name = modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES[config["model_type"]]
-    return {"architectures": [name], **labels, "pad_token_id": padding_id(found.model, config["vocab_size"])}
+    vocabulary = AutoConfig.from_pretrained(found.model, local_files_only=True).get_text_config().vocab_size
+    own: dict[str, Any] = {"pad_token_id": padding_id(found.model, vocabulary)}
+    if isinstance(text := config.get("text_config"), Mapping):  # of a model that takes images
+        own = {"text_config": {**text, **own}}
+    return {"architectures": [name], **labels, **own}
 
 
 def _write(

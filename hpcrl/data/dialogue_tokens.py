@@ -5,13 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from hpcrl.data.chat import encode, render
+from hpcrl.data.chat import render
+from hpcrl.data.image_tokens import encode_with_images
+from hpcrl.spec.media import Medium
 
 
 def dialogue_tokens(tokenizer: Any, messages: list[dict[str, Any]]) -> list[int]:
     """The token ids of a dialogue that ends with a model turn, rendered with the chat template. TemplateRefusal if the
     template raises any error."""
-    return encode(tokenizer, render(tokenizer, messages, None, ask=False))
+    return dialogue_with_images(tokenizer, messages, ())[0]
+
+
+def dialogue_with_images(
+    tokenizer: Any, messages: list[dict[str, Any]], images: Sequence[Medium]
+) -> tuple[list[int], tuple[Medium, ...]]:
+    """The token ids of a dialogue with an IMAGE_MARK for each image, and the images with their places. TemplateRefusal
+    if the template raises any error, ValueError if it leaves images out."""
+    return encode_with_images(tokenizer, render(tokenizer, messages, None, ask=False), images)
 
 
 def padding_token(tokenizer: Any) -> int:

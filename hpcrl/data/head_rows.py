@@ -11,14 +11,17 @@ from hpcrl.config import Config
 from hpcrl.config.head_training import HeadTrainingConfig
 from hpcrl.data.answers import EncodedRow, SFTRows, TrainedSequence
 from hpcrl.data.chat import encode, marked, render
-from hpcrl.data.dialogue_tokens import dialogue_tokens, padding_token, scored_index
+from hpcrl.data.dialogue_tokens import dialogue_with_images, padding_token, scored_index
 from hpcrl.data.files import BadRow
+from hpcrl.data.image_tokens import bound_vision
+from hpcrl.data.media import read_images
 from hpcrl.data.pair_forms import LARGEST, number
 from hpcrl.data.pairs import parse_pair
 from hpcrl.data.row_lengths import LengthLimit, TooLong
 from hpcrl.data.rows import RawContext, ReadRow, Row, RowSet, columns_of, learning_obstacle, parse_row
 from hpcrl.data.tasks import Split
 from hpcrl.data.template_forms import TemplateRefusal
+from hpcrl.spec.media import Medium
 
 MARGIN, SCORE, STEPS, LABELS = "margin", "score", "completions", "labels"
 """Columns, with TRL's names."""
@@ -48,17 +51,20 @@ class HeadRows(SFTRows):
         self._padding = padding_token(tokenizer)
 
     def encode(self, index: int) -> EncodedRow:
-        """The sequences of a row, chosen before rejected. BadRow if the chat template refuses the row, TooLong if a
-        sequence has more tokens than the section allows."""
+        """The sequences of a row, chosen before rejected. BadRow if the chat template refuses the row, or an image
+        cannot be read; TooLong if a sequence has more tokens than the section allows."""
         place = int(self._usable[index])
         row, where = self._rows.row(place), self._rows.where(place)
+        images = read_images(row.images, bound_vision(self._tokenizer))  # the prompt's, equal in both parts
         try:
             if self._section.rows == "steps":
                 found = [self._by_steps(row)]
             else:
-                found = [self._whole(part) for part in (row, row.rejected) if part is not None]
+                found = [self._whole(part, images) for part in (row, row.rejected) if part is not None]
         except TemplateRefusal as error:
             raise BadRow(f"{where}: the chat template refuses the row: {error.reason}") from error
+        except ValueError as error:
+            raise BadRow(f"{where}: {error}") from error
         longest = max(len(sequence.token_ids) for sequence in found) - 1
         if longest > self._section.max_tokens:
             raise TooLong(f"{where}: {longest} tokens are more than rm.max_tokens={self._section.max_tokens}")
@@ -77,11 +83,11 @@ class HeadRows(SFTRows):
             case "steps":
                 return [list(map(float, row.extra[LABELS]))]
 
-    def _whole(self, part: Row) -> TrainedSequence:
+    def _whole(self, part: Row, images: tuple[Medium, ...]) -> TrainedSequence:
         assert part.turn is not None, "a row without an answer is refused"
-        ids = dialogue_tokens(self._tokenizer, [*part.messages, part.turn])
+        ids, media = dialogue_with_images(self._tokenizer, [*part.messages, part.turn], images)
         count = scored_index(ids, self._padding) + 1
-        return TrainedSequence([*ids[:count], ids[count - 1]], [*[False] * count, True])
+        return TrainedSequence([*ids[:count], ids[count - 1]], [*[False] * count, True], media)
 
     def _by_steps(self, row: Row) -> TrainedSequence:
         ids = encode(self._tokenizer, render(self._tokenizer, row.messages, None))
@@ -147,6 +153,9 @@ def _stepwise(raw: dict[str, Any], context: RawContext) -> Row:
     if len(labels) != len(steps):
         raise BadRow(f"{context.where}: {len(steps)} steps in completions, but {len(labels)} labels")
     row = parse_row({**raw, "completion": "\n".join(steps)}, context)
+    if row.images:
+        text = "the row has images, and a model that scores steps is made of a text model; leave them out"
+        raise BadRow(f"{context.where}: {text}, or score whole answers (rm.rows=scores)")
     return _scorable(row, context.where)
 
 
@@ -154,7 +163,7 @@ def _scorable(row: Row, where: str) -> Row:
     """The row. BadRow if the role reward_model would not score its dialogue as it is."""
     if obstacle := learning_obstacle(row):
         raise BadRow(f"{where}: {obstacle}")
-    for what, given in (("tools", row.tools), ("template variables", row.variables), ("images", row.images)):
+    for what, given in (("tools", row.tools), ("template variables", row.variables)):
         if given:
             raise BadRow(f"{where}: the row has {what}, which a reward model does not see; leave them out")
     return row

@@ -1,11 +1,14 @@
 """Converts published forms of pairs to columns with the prompt and the two parts: dialogues in one text (hh-rlhf),
-texts with a common beginning (TRL), two responses with a preference (HelpSteer)."""
+texts with a common beginning (TRL), two responses with a preference (HelpSteer), prompt and parts within one column
+(RLHF-V)."""
 
 from __future__ import annotations
 
 import itertools
 import re
 from typing import Any
+
+import msgspec
 
 from hpcrl.config import DataConfig
 from hpcrl.data.files import BadRow
@@ -16,6 +19,8 @@ SPOKEN = re.compile(r"\n\n(Human|Assistant):")
 RESPONSES = (("response1", "response2"), ("response_1", "response_2"))
 PREFERENCES = ("overall_preference", "preference_strength")
 """Columns of HelpSteer: below 0 the first response is better, above 0 the second."""
+WHOLE = "text"
+"""Column of RLHF-V: the JSON text of an object with question, chosen and rejected."""
 SCORES = (("score_chosen", "score_rejected"), ("chosen_score", "rejected_score"), ("chosen_rating", "rejected_rating"))
 """Columns with the scores of both parts: UltraFeedback binarized, OpenRLHF, Tulu 3."""
 
@@ -37,13 +42,20 @@ class UselessPair(BadRow):
 
 def is_pair(raw: dict[str, Any], config: DataConfig) -> bool:
     """Whether a raw row has the columns of a pair."""
-    return any(raw.get(key) is not None for key in (config.chosen_key, config.rejected_key)) or _compared(raw)
+    named = any(raw.get(key) is not None for key in (config.chosen_key, config.rejected_key))
+    return named or _compared(raw) or bool(_within(raw))
 
 
 def with_parts(raw: dict[str, Any], config: DataConfig, where: str) -> dict[str, Any]:
-    """The row, in HelpSteer's form with the columns of the chosen and the rejected part. UselessPair if the responses
-    are tied."""
-    if raw.get(config.chosen_key) is not None or not _compared(raw):
+    """The row, in HelpSteer's and RLHF-V's forms with the columns of the chosen and the rejected part. UselessPair if
+    the responses are tied."""
+    if raw.get(config.chosen_key) is not None:
+        return raw
+    if parts := _within(raw):
+        rest = {name: value for name, value in raw.items() if name != WHOLE}
+        given = {config.chosen_key: parts["chosen"], config.rejected_key: parts["rejected"]}
+        return {**rest, config.prompt_key or "question": parts["question"], **given}
+    if not _compared(raw):
         return raw
     responses = next(names for names in RESPONSES if all(name in raw for name in names))
     column = next(name for name in PREFERENCES if name in raw)
@@ -62,6 +74,18 @@ def with_parts(raw: dict[str, Any], config: DataConfig, where: str) -> dict[str,
 def _compared(raw: dict[str, Any]) -> bool:
     """Whether a row has HelpSteer's columns."""
     return any(all(name in raw for name in names) for names in RESPONSES) and any(name in raw for name in PREFERENCES)
+
+
+def _within(raw: dict[str, Any]) -> dict[str, Any]:
+    """The pair in the column WHOLE; empty if there is none."""
+    found = raw.get(WHOLE)
+    if isinstance(found, str) and found.lstrip().startswith("{"):
+        try:
+            found = msgspec.json.decode(found)
+        except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):
+            return {}
+    names = ("question", "chosen", "rejected")
+    return found if isinstance(found, dict) and all(found.get(name) is not None for name in names) else {}
 
 
 def check_scores(raw: dict[str, Any], where: str) -> None:

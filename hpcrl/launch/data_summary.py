@@ -23,7 +23,15 @@ from hpcrl.data.template_forms import TemplateRefusal
 from hpcrl.data.templates import FolderTemplate, read_template, tiny_template
 from hpcrl.launch.model_folder import TOKENIZERS
 from hpcrl.launch.plan import ShownRows
-from hpcrl.models.families import PROCESSORS, SEEING, read_processor, read_vision_of, unseen_type, vision_of
+from hpcrl.models.families import (
+    PROCESSORS,
+    SEEING,
+    SEEING_SCORERS,
+    read_processor,
+    read_vision_of,
+    unseen_type,
+    vision_of,
+)
 from hpcrl.models.vision import TINY, Vision
 from hpcrl.spec.media import WRITTEN_MARK
 from hpcrl.spec.options import read_options
@@ -211,7 +219,8 @@ def _refusing(
     """What does not take a kind of media, the model or else engines, and the beginning of a remedy."""
     if vision is None:
         model = config.model.path or f"model.tiny.architecture={config.model.tiny.architecture}"
-        yield model, f"use a model with model_type {', '.join(SEEING)}, or "
+        seeing = SEEING_SCORERS if config.trains_head else SEEING
+        yield model, f"use a model with model_type {', '.join(seeing)}, or "
         return
     if config.model.path is not None and not read_processor(Path(config.model.path)):
         yield f"{config.model.path} without {PROCESSORS[0]}", "add the file of the published model, or "

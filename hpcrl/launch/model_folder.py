@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcrl.config import Config
-from hpcrl.models.families import PLANNED, family_of, read_shape
+from hpcrl.models.families import PLANNED, SEEING_SCORERS, family_of, read_shape
 from hpcrl.models.head_labels import labels_in, refusal
 from hpcrl.models.mtp import num_mtp_layers
 from hpcrl.models.shape import CannotPlanError, decoder_keys, wrong_size
@@ -95,15 +95,29 @@ def check_scalar_head(found: ModelFolder, weights: Mapping[str, float]) -> Itera
     """A line if config.json describes no reward model, as hpcrl.engines.scalar loads it with `weights` of the heads."""
     if found.config and (text := refusal(found.config, weights)):
         yield f"model.path: {found.path} {text}"
+    elif _takes_images(found):
+        text = "is a reward model that takes images, and the role reward_model scores texts only; give a text model, or"
+        yield f"model.path: {found.path} {text} let a judge that takes images score (reward.NAME.name=judge)"
 
 
 def check_first_head(config: Config, found: ModelFolder) -> Iterator[str]:
-    """A line if a reward model cannot be trained from the folder: its head has several labels or is of another kind."""
+    """A line if a reward model cannot be trained from the folder: its head has several labels or is of another kind, or
+    transformers has no such model with images."""
     names = found.config.get("architectures")
     name = str(names[0]) if isinstance(names, list) and names else ""
-    wanted = SCALAR_HEADS[config.head_training.rows == "steps"]
+    by_steps = config.head_training.rows == "steps"
+    wanted = SCALAR_HEADS[by_steps]
     shape = found.shapes.get(HEAD)
-    if name.endswith(SCALAR_HEADS) and not name.endswith(wanted):
+    able = not by_steps and found.model_type in SEEING_SCORERS
+    if _takes_images(found) and not able:
+        why = "a model that scores steps (rm.rows=steps) is made of a text model"
+        if not by_steps:
+            why = f"transformers has no class ...{wanted} for its model_type, {found.model_type}"
+            why += f", only for {' and '.join(SEEING_SCORERS)}"
+        yield f"model.path: {found.path} takes images, and {why}; give such a model" + " or a text model" * (
+            not by_steps
+        )
+    elif name.endswith(SCALAR_HEADS) and not name.endswith(wanted):
         yield (
             f"model.path: {found.path} has the head of {name}, and rm.rows={config.head_training.rows} trains one of "
             f"...{wanted}; give a language model, or a model of this kind"
@@ -119,7 +133,7 @@ def check_first_head(config: Config, found: ModelFolder) -> Iterator[str]:
                 f"model.path: the heads of {found.path} are {', '.join(has)}, and rm.heads has "
                 f"{', '.join(config.head_training.heads)}; give the same names in the same order, or a language model"
             )
-    elif name and not name.endswith((*SCALAR_HEADS, "ForCausalLM", "LMHeadModel")):
+    elif name and not able and not name.endswith((*SCALAR_HEADS, "ForCausalLM", "LMHeadModel")):
         yield (
             f"model.path: {found.path} is of {name}, and a reward model is made of a text model; give a language model "
             "(...ForCausalLM) or a reward model"
@@ -211,6 +225,10 @@ def _read_header(file: Path, found: ModelFolder) -> dict[str, tuple[int, ...]]:
         return {}
 
 
+def _takes_images(found: ModelFolder) -> bool:
+    return family_of(found.model_type).vision is not None and bool(found.config.get("vision_config"))
+
+
 def _other_layout(found: ModelFolder) -> Iterator[str]:
     """A line if the weights have another library's names, or if a model that takes images has no vision tower."""
     names, family = found.shapes, family_of(found.model_type)
@@ -218,8 +236,7 @@ def _other_layout(found: ModelFolder) -> Iterator[str]:
     other = next((name for name in names if name.endswith(OTHER_NAMES)), None)
     if other and not embedded and family.decoder is not None:
         yield f"the weights have the names of another library ({other}); give the folder in HF layout ({EMBEDDING})"
-    sees = family.vision is not None and bool(found.config.get("vision_config"))
-    if embedded and sees and not any("vis" in name for name in names):
+    if embedded and _takes_images(found) and not any("vis" in name for name in names):
         yield (
             f"config.json has a vision tower (vision_config), but none of the {len(names)} tensors belongs to it; add "
             "its weights, or use the config.json of the text model"

@@ -87,8 +87,9 @@ MEGATRON = tuple(name for name, family in FAMILIES.items() if family.megatron is
 VLLM_SEEING = tuple(name for name, family in FAMILIES.items() if name in family.vllm_images)
 SGLANG_SEEING = tuple(name for name, family in FAMILIES.items() if name in family.sglang_images)
 SEEING = tuple(name for name, family in FAMILIES.items() if family.vision is not None)
+SEEING_SCORERS = tuple(name for name, family in FAMILIES.items() if name in family.scorers)
 """Each a tuple of model_type values: parameters are listed here; the native generator runs them; Megatron trains them;
-vLLM gets images for them; SGLang does; images are understood."""
+vLLM gets images for them; SGLang does; images are understood; reward models understand images."""
 PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 """Files of a model folder that hold the image processor's values; the second in its key image_processor."""
 

@@ -74,6 +74,8 @@ class Family:
     (hpcrl.engines.gen.vllm.image_prompts)."""
     sglang_images: tuple[str, ...] = ()
     """The same for SGLang (hpcrl.engines.gen.sglang.processor_output)."""
+    scorers: tuple[str, ...] = ()
+    """The values of model_type of models that transformers has with images for sequence classification."""
     vision: Callable[[Mapping[str, Any], Mapping[str, Any]], Vision | None] | None = None
     """Called with config.json and the image processor's values; ValueError for unusable ones, None for a model without
     a tower. None if no model of the family takes images, or if hpcrl does not know how they see them."""

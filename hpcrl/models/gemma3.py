@@ -44,4 +44,4 @@ def read_gemma(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Visio
     return GemmaVision(**read_square(config, processor, side, merge, 262144, (HALF, HALF), BILINEAR), both_ways="all")
 
 
-FAMILY = Family(model_types=("gemma3",), vision=read_gemma)
+FAMILY = Family(model_types=("gemma3",), scorers=("gemma3",), vision=read_gemma)

@@ -14,4 +14,4 @@ TEXT = Family(
     native=True,
     megatron=MEGATRON,
 )
-FAMILY = replace(TEXT, model_types=("qwen3_5", "qwen3_5_moe"), vision=read_vision, megatron=None)
+FAMILY = replace(TEXT, model_types=("qwen3_5", "qwen3_5_moe"), scorers=("qwen3_5",), vision=read_vision, megatron=None)

@@ -23,7 +23,11 @@ def _check(config: Any) -> Iterator[Problem]:
         yield Problem(("trainer", "engine"), text, cause)
     sees = config.model.path is None and config.model.tiny.takes_images
     refused = (
-        (sees, ("model", "tiny", "architecture"), "a reward model is made of a text model; use qwen2"),
+        (
+            sees,
+            ("model", "tiny", "architecture"),
+            "transformers has no model of this family for sequence classification; use qwen2",
+        ),
         (
             trainer.lora.rank > 0 and not spec.adapts_critic,
             ("trainer", "lora", "rank"),

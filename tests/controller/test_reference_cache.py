@@ -20,9 +20,11 @@ from hpcrl.data.stored_logprobs import StoredLogprobs, write_part
 from hpcrl.engines.tiny import make_tiny_model
 from hpcrl.messaging import messages
 from hpcrl.rollout.types import Sizes
+from tests.vlm import png
 
 NUM_ROWS = 6
-WORDS = ["pipeline=tests.e2e.anchored_sft:SPEC", "own.batch_size=4", "layout=colocated", "cluster.device=cpu"]
+COMMON = ["layout=colocated", "cluster.device=cpu"]
+WORDS = ["pipeline=tests.e2e.anchored_sft:SPEC", "own.batch_size=4"]
 
 
 class Ranks:
@@ -73,7 +75,9 @@ def write_rows(folder: Path, *answers: str) -> None:
 
 
 def cached(tmp_path: Path, model: Path, *words: str) -> tuple[CachedReference, Ranks, AnswerRows]:
-    given = [*WORDS, f"model.path={model}", f"data.train={tmp_path}/rows.jsonl", f"reference.cache={tmp_path}/cache"]
+    own = [] if "pipeline=dpo" in words else WORDS
+    given = [*own, *COMMON, f"model.path={model}", f"data.train={tmp_path}/rows.jsonl"]
+    given.append(f"reference.cache={tmp_path}/cache")
     config, ranks = load([*given, *words]), Ranks()
     rows = AnswerRows(ranks, config, AutoTokenizer.from_pretrained(model), model)  # type: ignore[arg-type]
     layout: Any = RoleLayout.from_config(config)
@@ -154,7 +158,7 @@ def test_the_folder_depends_on_weights_tokenizer_rows_and_numbers(tmp_path: Path
         assert cached(tmp_path, model, word)[0].folder != first.folder, word
     copy = tmp_path / "copy"
     shutil.copytree(model, copy)
-    config = load([*WORDS, f"data.train={tmp_path}/rows.jsonl", f"reference.cache={tmp_path}/cache"])
+    config = load([*WORDS, *COMMON, f"data.train={tmp_path}/rows.jsonl", f"reference.cache={tmp_path}/cache"])
     same = facts_of(config, rows, model)
     assert facts_of(config, rows, copy) == same, "the folder's name does not count"
     weights, template = copy / "model.safetensors", copy / "tokenizer_config.json"
@@ -167,3 +171,15 @@ def test_the_folder_depends_on_weights_tokenizer_rows_and_numbers(tmp_path: Path
         path.write_bytes(content)
     write_rows(tmp_path, *"abcdeg")
     assert cached(tmp_path, model)[0].folder != first.folder
+
+
+def test_the_folder_depends_on_the_images_of_pairs(tmp_path: Path, model: Path) -> None:
+    row = {"images": ["a.png"], "prompt": "what?", "chosen": "a", "rejected": "b"}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+
+    def folder(colour: int, *words: str) -> Path:
+        (tmp_path / "a.png").write_bytes(png(colour))
+        return cached(tmp_path, model, "pipeline=dpo", "dpo.batch_size=1", *words)[0].folder
+
+    first = folder(1)
+    assert folder(1) == first and folder(2) != first and folder(1, "data.max_pixels=784") != first

@@ -18,6 +18,7 @@ from hpcrl.rewards.builtin.reward_model import dialogue
 from hpcrl.rewards.reward import RewardItem
 from hpcrl.workers.trainer import batch_of_rows
 from tests.templates import TABLE, tokenizer_of
+from tests.vlm import PAD, png, seeing_tokenizer
 
 ASKED = [{"role": "system", "content": "S"}, {"role": "user", "content": "2+2 <|im_end|>?"}]
 
@@ -62,6 +63,27 @@ def test_dialogues_of_published_templates_are_tokenised_as_by_transformers(name:
     expected = tokenizer.apply_chat_template(given, tokenize=True, return_dict=False)
     assert dialogue_tokens(tokenizer, messages) == expected
     assert "4" in tokenizer.decode(expected[: scored_index(expected, padding_token(tokenizer)) + 1])
+
+
+@pytest.mark.parametrize("kind", ["pairs", "scores"])
+def test_a_dialogue_with_images_has_their_tokens_and_its_value_after_the_last_one(tmp_path: Path, kind: str) -> None:
+    (tmp_path / "a.png").write_bytes(png(9, 56, 28))
+    asked = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what <|image_pad|>?"}]}]
+    answer = {"chosen": "4", "rejected": "5"} if kind == "pairs" else {"completion": "4", "score": 1}
+    rows = head_rows(
+        tmp_path, seeing_tokenizer(), [{"images": ["a.png"], "prompt": asked, **answer}], f"rm.rows={kind}"
+    )
+    for said, (ids, mask, media) in zip("45", rows.sequences(0), strict=False):
+        text = (
+            "<|im_start|>user\n<|vision_start|>{}<|vision_end|>what <|image_pad|>?<|im_end|>\n<|im_start|>assistant\n"
+        )
+        (image,) = media
+        assert ids[image.start : image.start + image.length] == [PAD] * 2 == [token for token in ids if token == PAD]
+        assert rows._tokenizer.decode(ids) == text.format("<|image_pad|>" * 2) + f"{said}<|im_end|>\n\n"
+        assert mask == [False] * (len(ids) - 1) + [True]
+    (tmp_path / "a.png").write_bytes(png(9)[:60])
+    with pytest.raises(BadRow, match=r"rows.jsonl:1: images\[0\]: it cannot be decoded"):
+        rows.encode(0)
 
 
 def test_a_score_is_read_before_tokens_of_padding(tmp_path: Path, tokenizer: Any) -> None:

@@ -8,12 +8,15 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from hpcrl.config import DataConfig
 from hpcrl.data import READERS, read_splits, sft_rows
 from hpcrl.data.pair_forms import common_beginning, spoken_dialogue
 from hpcrl.data.rows import Row, RowSet
+from hpcrl.spec.media import IMAGE_MARK
 
 USER, GOOD, BAD = (
     {"role": "user", "content": "2+2?"},
@@ -110,6 +113,43 @@ FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
 }
 
+TWO = json.dumps({"question": "2+2?", "chosen": "four", "rejected": "five!"})
+ASKED = [{"text": None, "type": "image"}, {"text": "2+2?", "type": "text"}]
+SHOWN: dict[str, dict[str, Any]] = {
+    # huggingface.co/datasets/HuggingFaceH4/rlaif-v_formatted, for TRL's dpo_vlm.py
+    "TRL": {
+        "images": [{"bytes": PIXEL, "path": None}],
+        "prompt": [{"role": "user", "content": ASKED}],
+        "chosen": [{"role": "assistant", "content": [{"text": "four", "type": "text"}]}],
+        "rejected": [{"role": "assistant", "content": [{"text": "five!", "type": "text"}]}],
+    },
+    # huggingface.co/docs/trl/dataset_formats: images in a column, texts without their places
+    "TRL, texts": {"images": ["a.png"], "prompt": [USER], "chosen": [GOOD], "rejected": [BAD]},
+    # huggingface.co/datasets/openbmb/RLAIF-V-Dataset
+    "RLAIF-V": {
+        "ds_name": "RLAIF-V",
+        "image": {"bytes": PIXEL, "path": "1.jpg"},
+        "question": "2+2?",
+        "chosen": "four",
+        "rejected": "five!",
+        "origin_dataset": "coco",
+        "origin_split": "{}",
+        "idx": "1",
+        "image_path": "1.jpg",
+    },
+    # huggingface.co/datasets/openbmb/RLHF-V-Dataset
+    "RLHF-V": {"ds_name": "RLHF-V", "image": {"bytes": PIXEL, "path": "1.jpg"}, "text": TWO, "idx": 1},
+    # huggingface.co/datasets/OpenGVLab/MMPR
+    "MMPR": {"image": "a.png", "question": "<image>2+2?", "chosen": "four", "rejected": "five!"},
+    # huggingface.co/datasets/llamafactory/RLHF-V
+    "LLaMA-Factory": {
+        "conversations": [{"from": "human", "value": "<image>2+2?"}],
+        "chosen": {"from": "gpt", "value": "four"},
+        "rejected": {"from": "gpt", "value": "five!"},
+        "images": ["a.png"],
+    },
+}
+
 
 def only_row(path: str, kind: str = "pairs", **config: Any) -> Row:
     (rows, wrong) = read_splits(DataConfig(train=path, **config), 0, read_train=READERS[kind])  # type: ignore[index]
@@ -179,6 +219,62 @@ def test_tools_calls_and_images_of_the_prompt_stay_with_both_parts(tmp_path: Pat
     assert "only a prompt may have images" in problem_of(
         write_jsonl("d.jsonl", {"prompt": "a", "chosen": [answered], "rejected": [BAD]})
     )
+
+
+@pytest.mark.parametrize("kind", ["pairs", "labelled"])
+@pytest.mark.parametrize("name", SHOWN)
+def test_a_published_form_with_an_image_is_read(tmp_path: Path, name: str, kind: str) -> None:
+    (tmp_path / "a.png").write_bytes(PIXEL)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([SHOWN[name]]), tmp_path / "a.parquet")
+    row = only_row(str(tmp_path / "a.parquet"), kind)
+    assert row.rejected is not None
+    assert row.messages == row.rejected.messages == [{"role": "user", "content": f"{IMAGE_MARK}2+2?"}]
+    assert (row.turn, row.rejected.turn) == (GOOD, BAD)
+    assert [image.read() for image in row.images] == [image.read() for image in row.rejected.images] == [PIXEL]
+
+
+@pytest.mark.parametrize("prompt", [[{"role": "user", "content": ASKED}], "<image>2+2?", "2+2?"])
+def test_a_labelled_answer_may_have_an_image(tmp_path: Path, write_jsonl: Any, prompt: Any) -> None:
+    (tmp_path / "a.png").write_bytes(PIXEL)
+    raw = {"images": ["a.png"], "prompt": prompt, "completion": "four", "label": False}
+    row = only_row(write_jsonl("a.jsonl", raw), "labelled")
+    assert row.messages == [{"role": "user", "content": f"{IMAGE_MARK}2+2?"}] and len(row.images) == 1
+    assert (row.turn, row.label, row.prompt_messages) == (GOOD, False, 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"images": ["a.png", "a.png"]}, "2 images for 1 image parts without content"),
+        ({"images": []}, "0 images for 1 image parts without content"),
+        ({"images": ["b.png"]}, "images[0]: {}/b.png cannot be read: No such file or directory"),
+        ({"images": ["pairs.jsonl"]}, "images[0]: the content begins like none of png, jpg, jpeg, webp, gif, bmp"),
+        ({"prompt": "<image>2+2?<image>"}, "1 images for 2 <image> in the messages"),
+        (
+            {"chosen": [{"role": "assistant", "content": [{"type": "image"}, {"type": "text", "text": "four"}]}]},
+            "chosen: only a prompt may have images",
+        ),
+        (
+            {"rejected": [{"role": "assistant", "content": "five!", "images": ["a.png"]}]},
+            "rejected: only a prompt may have images",
+        ),
+        ({"chosen": [{"role": "assistant", "content": "five!"}]}, "chosen and rejected are equal"),
+    ],
+)
+def test_a_pair_whose_images_do_not_fit_is_refused_with_its_line(
+    tmp_path: Path, write_jsonl: Any, changes: dict[str, Any], text: str
+) -> None:
+    (tmp_path / "a.png").write_bytes(PIXEL)
+    raw = SHOWN["TRL"] | {"images": ["a.png"]}
+    path = write_jsonl("pairs.jsonl", raw, raw | changes)
+    assert problem_of(path).startswith(f"{path}:2: {text.format(tmp_path)}")
+    assert problem_of(path, "labelled") == problem_of(path)
+
+
+@pytest.mark.parametrize("text", ["a text", "{", '{"question": "a", "chosen": "b"}', "[1]", "{" * 100_000])
+def test_a_column_text_without_a_pair_is_an_ordinary_column(write_jsonl: Any, text: str) -> None:
+    assert only_row(write_jsonl("a.jsonl", {**FORMS["TRL explicit prompt"][0], "text": text})).rejected is not None
+    assert "no chosen" in problem_of(write_jsonl("b.jsonl", {"prompt": "2+2?", "text": text}))
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from hpcrl.config import DataConfig
 from hpcrl.data import read_splits, sft_rows
 from hpcrl.data.pairs import parse_pair
 from hpcrl.data.rendering import RowCheck
+from tests.vlm import PAD, png, seeing_tokenizer
 
 END = "<|im_end|>"
 SYSTEM, USER = {"role": "system", "content": "S"}, {"role": "user", "content": "2+2?"}
@@ -73,6 +74,18 @@ def test_turns_of_the_prompt_are_not_trained_on_and_all_later_ones_are(tokenizer
     assert tokenizer.decode(chosen[0]).startswith(f"<|im_start|>system\nS{END}")
     begin = tokenizer.apply_chat_template([SYSTEM, *first], add_generation_prompt=True, return_dict=False)
     assert chosen[0][: len(begin)] == begin == rejected[0][: len(begin)]
+
+
+def test_images_have_their_tokens_in_both_parts_and_an_answer_that_writes_such_a_token_is_text(
+    tmp_path: Path, write_jsonl: Any
+) -> None:
+    (tmp_path / "a.png").write_bytes(png(9, 56, 28))
+    row = {"images": ["a.png"], "prompt": "2+2?", "chosen": "<|image_pad|>", "rejected": "<image>"}
+    found = pairs(write_jsonl("a.jsonl", row), tokenizer := seeing_tokenizer()).sequences(0)
+    for (ids, mask, media), answer in zip(found, (row["chosen"], row["rejected"]), strict=True):
+        (image,) = media
+        assert [n for n, token in enumerate(ids) if token == PAD] == [*range(image.start, image.start + image.length)]
+        assert image.length == 2 and tokenizer.decode([n for n, m in zip(ids, mask, strict=True) if m]) == answer + END
 
 
 def test_the_template_may_rewrite_a_prompt_but_not_a_trained_turn(tokenizer: Any, write_jsonl: Any) -> None:
