@@ -49,8 +49,9 @@ def fill_weights(config: Config, batch: Batch, domains: Mapping[str, Sequence[in
         if "ce" in names and weights.ce_above is not None:
             rows["ce"][chosen & (batch.rewards <= weights.ce_above)] = 0.0
     for name in names:
-        weights = rows[name][batch.row_ids] * batch.loss_mask
-        setattr(batch, f"{name}_weights", weights.masked_fill(expert, config.imitation.ce if name == "ce" else 0.0))
+        of_expert = config.imitation.ce if name == "ce" else 0.0
+        of_tokens = rows[name][batch.row_ids] * batch.loss_mask
+        setattr(batch, f"{name}_weights", of_tokens.masked_fill(expert, of_expert))
 
 
 def fill_teachers(config: Config, batch: Batch, domains: Mapping[str, Sequence[int]]) -> None:
