@@ -202,8 +202,7 @@ class SampleRows:
             return {}
         model = mask > 0
         found: dict[str, Any] = {"tokens": int(model.sum()), "all_tokens": len(model)}
-        versions = tokens["versions"]
-        if versions is not None and (versions[model] >= 0).any():
+        if (versions := tokens["versions"]) is not None:
             model &= versions >= 0  # others are an expert's
         if not model.any():
             return found
