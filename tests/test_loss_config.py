@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -24,11 +25,26 @@ WRONG = {
     "pipeline=sft imitation.data=task:add": "imitation.data: not read here, the sft pipeline has no imitation",
     "debug=rollout_only loss.default.ce=.1": "loss.default.ce: not read here, debug=rollout_only does not train",
     "imitation.num_rows=4": "imitation.num_rows: not read here, imitation.data is null",
+    "imitation.ce=2": "imitation.ce: not read here, imitation.data is null and imitation.expert_turns is 0",
+    "imitation.expert_decay_prompts=9": "imitation.expert_decay_prompts: not read here, imitation.expert_turns is 0",
+    "imitation.expert_turns=1.5": "imitation.expert_turns: expected at most 1, got 1.5",
+    "imitation.expert_turns=.5": "imitation.expert_turns: 0.5, but the run has no environment, so no expert; give "
+    "env.default.name, or use imitation.expert_turns=0",
+    "imitation.expert_turns=.5 +env.default.name=textworld": "imitation.expert_turns: 0.5, but "
+    "env.default.name=textworld has no expert (frozen_lake, sokoban, ",
+    "imitation.expert_turns=.5 +env.default.name=tools +env.default.options.tools=[python]": "imitation.expert_turns: "
+    "0.5, but the expert of env.default cannot play: tools: only [guess] has an expert; or use "
+    "imitation.expert_turns=0",
+    "pipeline=sft imitation.expert_turns=.5": "imitation.expert_turns: not read here, the sft pipeline has no ",
+    "debug=rollout_only imitation.expert_turns=.5": "imitation.expert_turns: not read here, debug=rollout_only does ",
     "imitation.data=task:add imitation.ce=0": "imitation.ce: expected greater than 0, got 0",
     "algorithm=null algorithm.advantage_estimator=tests.test_loss_config:OWN loss.default.ce=.1": "loss: "
     "tests.test_loss_config:OWN has an objective of its own, which reads no weights; leave the section out",
     "algorithm=null algorithm.advantage_estimator=tests.test_loss_config:OWN imitation.data=task:add": "imitation: "
     "tests.test_loss_config:OWN has an objective of its own, which reads no weights; leave the section out",
+    "algorithm=null algorithm.advantage_estimator=tests.test_loss_config:OWN imitation.expert_turns=.5 "
+    "+env.default.name=frozen_lake": "imitation: tests.test_loss_config:OWN has an objective of its own, which reads "
+    "no weights; leave the section out",
 }
 
 
@@ -73,6 +89,21 @@ def test_rows_that_cannot_be_imitated_are_refused_with_their_line(
         path.write_text(content)
     with pytest.raises(ConfigError, match=text):
         prepare([*DEMO, f"run_dir={tmp_path}/run", "dry_run=true", f"imitation.data={path}"])
+
+
+def test_an_expert_does_not_know_a_rows_own_task(tmp_path: Path) -> None:
+    """Swe's knows the repairs of generated tasks; without its turns the row is played."""
+    task = {"files": {"a.py": "x = 1"}, "hidden_tests": {"test_a.py": "def test_a():\n    assert False"}}
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"prompt": "Repair.", **task}) + "\n")
+    words = [*DEMO, f"run_dir={tmp_path}/run", "dry_run=true", f"data.train={rows}", "+env.default.name=swe"]
+    words += ["data.val=null", "eval_every=0", "data.max_prompt_tokens=64", "rollout.max_new_tokens=8"]
+    prepare(words)
+    text = (
+        r"rows.jsonl:1: the expert \(imitation.expert_turns\) plays only generated tasks .*data.train has 1 such rows"
+    )
+    with pytest.raises(ConfigError, match=text):
+        prepare([*words, "imitation.expert_turns=.1"])
 
 
 def test_a_domain_takes_its_own_section_or_the_default() -> None:

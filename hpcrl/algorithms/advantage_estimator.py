@@ -4,7 +4,8 @@ weights       = which responses count, and how much (hpcrl.algorithms.weighting)
 token rewards = clip(normalised reward) on the last model token - kl_reward_coef KL(old, reference) on each token,
                 optionally whitened
 returns       = discounted sums of token rewards over the model tokens of a row
-advantages    = returns, optionally whitened, then clipped
+advantages    = returns, optionally whitened, then clipped; 0 at the tokens of an expert's turns, which carry returns
+                on but have no part in whitening and KL
 """
 
 from __future__ import annotations
@@ -57,8 +58,10 @@ class ReturnsAdvantage(AdvantageEstimator, Generic[LossSection]):
         batch.weights = batch.weights * weights[positions]
         index = model_tokens(batch)
         advantages, returns = self.advantages_and_returns(batch, table, positions, index, all_sum)
-        advantages = F.whiten(advantages, all_sum) if config.whiten_advantages else advantages
-        advantages = clip(advantages, config.advantage_clip)
+        drawn = batch.versions[index] >= 0  # an expert's tokens have no advantage
+        if config.whiten_advantages:
+            advantages = torch.zeros_like(advantages).masked_scatter(drawn, F.whiten(advantages[drawn], all_sum))
+        advantages = torch.where(drawn, clip(advantages, config.advantage_clip), 0.0)
         zeros = torch.zeros(batch.num_tokens, device=returns.device)
         batch.returns, batch.advantages = zeros.index_copy(0, index, returns), zeros.index_copy(0, index, advantages)
         return stats
@@ -81,6 +84,7 @@ class ReturnsAdvantage(AdvantageEstimator, Generic[LossSection]):
             ref = required(batch, "ref_logprobs", "kl_reward_coef > 0")[index]
             kl = F.kl_divergence(old, ref, config.kl_reward_estimator)
             coefficient = config.kl_reward_coef * self.coefficients.get(KL_SCALE, 1.0)
+            kl = torch.where(batch.versions[index] >= 0, kl, 0.0)  # estimated only at what the policy drew
             token_rewards = token_rewards - coefficient * kl  # not clipped: a clipped KL would not hold the policy
         token_rewards = F.whiten(token_rewards, all_sum) if config.whiten_rewards else token_rewards
         return self.propagate(token_rewards, rows, batch)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hpcrl.algorithms import functional as F
-from hpcrl.algorithms.interface import AllSum, is_last, model_tokens, required
+from hpcrl.algorithms.interface import AllSum, is_last, policy_tokens, required
 from hpcrl.algorithms.policy_tokens import PolicyTokens
 from hpcrl.rollout.batch import Batch
 from hpcrl.spec.policy_loss import PolicyLoss
@@ -59,7 +59,7 @@ def mean_weight(config: PolicyLoss, batch: Batch, all_sum: AllSum) -> float:
     """The mean weight of `correction` over all ranks' model tokens, or over their sequences if the ratio is per
     sequence, weighted by their rows (verl's rollout_is_batch_normalize); 1 if it is below 1e-8. Collective over the
     ranks of all_sum."""
-    index = model_tokens(batch)
+    index = policy_tokens(batch)
     old = required(batch, "old_logprobs", "correction_normalize")[index]
     sequences = batch.segment_ids[index]
     found = corrected(

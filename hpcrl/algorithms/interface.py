@@ -234,6 +234,13 @@ def model_tokens(batch: Batch) -> Tensor:
     return (batch.loss_mask & (batch.weights > 0)[batch.row_ids]).nonzero().squeeze(1)
 
 
+def policy_tokens(batch: Batch) -> Tensor:
+    """int64 [M]: positions of the model tokens that the policy generated, without those of an expert's turns and of
+    answers, which have neither log-probs of the generator nor advantages."""
+    index = model_tokens(batch)
+    return index[batch.versions[index] >= 0]
+
+
 def is_last(rows: Tensor) -> Tensor:
     """bool [M]: whether a token is the last of its row. rows int64 [M], sorted."""
     return torch.cat([rows[1:] != rows[:-1], torch.ones_like(rows[:1], dtype=torch.bool)])

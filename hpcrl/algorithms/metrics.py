@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hpcrl.algorithms.correction import Correction
 from hpcrl.algorithms.functional import LOG_RATIO_LIMIT, Aggregation, kl_divergence, row_sums
-from hpcrl.algorithms.interface import RewardTable, model_tokens
+from hpcrl.algorithms.interface import RewardTable, policy_tokens
 from hpcrl.metrics.stats import Stat, Stats, stat
 from hpcrl.rollout.batch import STATUS, Batch, oldest_versions
 from hpcrl.spec.media import IMAGES
@@ -51,9 +51,9 @@ def _image_stats(batch: Batch) -> Stats:
 
 
 def advantage_stats(batch: Batch) -> Stats:
-    """Advantages, returns and a critic's values of this rank's model tokens, after the advantage estimator, and the
-    teacher's log-probs of those that learn from it."""
-    index = model_tokens(batch)
+    """Advantages, returns and a critic's values of this rank's tokens of the policy, after the advantage estimator, and
+    the teacher's log-probs of those that learn from it."""
+    index = policy_tokens(batch)
     filled = {"advantages": batch.advantages, "returns": batch.returns, "values": batch.values}
     stats = {f"critic/{name}/*": stat(values[index]) for name, values in filled.items() if values is not None}
     if batch.teacher_logprobs is not None:
@@ -77,12 +77,12 @@ def domain_stats(batch: Batch, table: RewardTable) -> Stats:
         own = replace(batch, columns=narrow, texts={}).select(rows)
         found = batch_stats(own, table.select(chosen)) | advantage_stats(own)
         if own.ref_logprobs is not None and own.old_logprobs is not None:
-            index = model_tokens(own)
+            index = policy_tokens(own)
             kl = kl_divergence(own.old_logprobs[index], own.ref_logprobs[index], "k3")
             weights = own.weights[own.row_ids[index]]
             found["critic/kl"] = Stat((weights * kl).sum().item(), weights.sum().item())
         if own.teacher_logprobs is not None and own.old_logprobs is not None:
-            learns = _learning_from_teacher(own, model_tokens(own))
+            learns = _learning_from_teacher(own, policy_tokens(own))
             gap, weights = (own.old_logprobs - own.teacher_logprobs)[learns], own.weights[own.row_ids[learns]]
             found["distill/reverse_kl"] = Stat((weights * gap).sum().item(), weights.sum().item())
         stats |= {f"domain/{name}/{key}": value for key, value in found.items()}
@@ -98,9 +98,27 @@ def _learning_from_teacher(batch: Batch, index: Tensor) -> Tensor:
 def _mixed(batch: Batch) -> Tensor:
     """bool [B]: rows with model tokens from several weight versions. Unless the cache was recomputed
     (rollout.on_new_weights), their later log-probs belong to no single policy."""
-    rows, versions = batch.row_ids[batch.loss_mask], batch.versions[batch.loss_mask].long()
+    drawn = batch.loss_mask & (batch.versions >= 0)
+    rows, versions = batch.row_ids[drawn], batch.versions[drawn].long()
     later = (versions > oldest_versions(batch)[rows]).float()
     return row_sums(later, rows, batch.num_sequences) > 0
+
+
+def expert_stats(batch: Batch) -> Stats:
+    """Of this rank's rows: the shares of the turns, the model tokens and the episodes that are an expert's
+    (imitation.expert_turns), an episode's if one of its turns is, and the rewards of episodes with and without it."""
+    by_expert = (batch.versions < 0)[batch.loss_mask]
+    turns = (batch.cu_turns[:-1][batch.row_ids] + batch.turn_ids)[batch.loss_mask]
+    played, of_expert = torch.unique(turns), torch.unique(turns[by_expert])
+    has_expert = torch.zeros(batch.num_sequences, dtype=torch.bool)
+    has_expert[batch.row_ids[batch.loss_mask][by_expert]] = True
+    return {
+        "imitation/expert_turns": Stat(float(len(of_expert)), float(len(played))),
+        "imitation/expert_tokens": stat(by_expert),
+        "imitation/expert_episodes": stat(has_expert),
+        "imitation/reward_with_expert": stat(batch.rewards, has_expert),
+        "imitation/reward_without_expert": stat(batch.rewards, ~has_expert),
+    }
 
 
 def group_outcomes(table: RewardTable) -> Stats:

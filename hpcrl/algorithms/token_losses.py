@@ -23,10 +23,20 @@ from hpcrl.spec.divergence import Divergence
 
 def fill_weights(config: Config, batch: Batch, domains: Mapping[str, Sequence[int]]) -> None:
     """Fill policy_weights, ce_weights and divergence_weights [T], 0 outside loss_mask; a field stays None if its weight
-    is the default in every domain. domains: name -> ids of its groups; all
-    other groups have the section `default`. The same fields are filled on all ranks."""
+    is the default in every domain. Tokens of an expert's turns have p = d = 0 and c = imitation.ce. domains: name ->
+    ids of its groups; all other groups have the section `default`. The same fields are filled on all ranks. ValueError
+    for such tokens in a run without imitation.expert_turns."""
     sections = [config.loss_of("default"), *config.loss.values()]
     names = [name for name, default in DEFAULTS.items() if any(getattr(each, name) != default for each in sections)]
+    if config.expert_plays:
+        names = [name for name in DEFAULTS if name in {*names, "policy", "ce"}]
+    expert = batch.loss_mask & (batch.versions < 0)
+    if not config.expert_plays and bool(expert.any()):
+        count = int(expert.sum())
+        raise ValueError(
+            f"imitation.expert_turns: 0, but the rollouts have {count} tokens of an expert's turns; give the value of "
+            "the run that generated them"
+        )
     if not names:
         return
     rows = {name: torch.empty(batch.num_sequences) for name in names}
@@ -39,7 +49,9 @@ def fill_weights(config: Config, batch: Batch, domains: Mapping[str, Sequence[in
         if "ce" in names and weights.ce_above is not None:
             rows["ce"][chosen & (batch.rewards <= weights.ce_above)] = 0.0
     for name in names:
-        setattr(batch, f"{name}_weights", rows[name][batch.row_ids] * batch.loss_mask)
+        of_expert = config.imitation.ce if name == "ce" else 0.0
+        of_tokens = rows[name][batch.row_ids] * batch.loss_mask
+        setattr(batch, f"{name}_weights", of_tokens.masked_fill(expert, of_expert))
 
 
 def fill_teachers(config: Config, batch: Batch, domains: Mapping[str, Sequence[int]]) -> None:

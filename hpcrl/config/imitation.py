@@ -1,13 +1,13 @@
-"""The section `imitation`: rows of answers that are trained on beside the rollouts."""
+"""The section `imitation`: rows of answers beside the rollouts, and turns of an expert within them."""
 
 from __future__ import annotations
 
 from hpcrl.config.data import Sources
-from hpcrl.spec.fields import Positive, PositiveFloat, Section
+from hpcrl.spec.fields import Positive, PositiveFloat, Section, Share
 
 
 class ImitationConfig(Section):
-    """Rows whose answers are trained on in every step, beside the rollouts: of an expert, or of another model."""
+    """What is imitated in every step: rows of answers beside the rollouts, and an expert's turns within episodes."""
 
     data: Sources | None = None
     """Rows with answers, in the forms of data.train, such as expert:NAME, the episodes of an environment's expert; its
@@ -15,4 +15,9 @@ class ImitationConfig(Section):
     num_rows: Positive = 16
     """Rows per step."""
     ce: PositiveFloat = 1.0
-    """Weight of the cross-entropy of the answers' tokens."""
+    """Weight of the cross-entropy of the tokens of answers and of an expert's turns."""
+    expert_turns: Share = 0.0
+    """Probability that a turn of a training episode is played by the environment's expert instead of the policy. The
+    tokens of such a turn have the cross-entropy, and no policy loss."""
+    expert_decay_prompts: Positive | None = None
+    """Number of training prompts over which this probability falls linearly to 0; null: it stays."""

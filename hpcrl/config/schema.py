@@ -324,6 +324,11 @@ class Config(Section):
         """Whether rows of answers are trained on beside the rollouts."""
         return self.imitation.data is not None and self.learns_from_rewards and self.learns
 
+    @property
+    def expert_plays(self) -> bool:
+        """Whether experts of environments play some turns of the training episodes."""
+        return self.imitation.expert_turns > 0 and self.learns_from_rewards and self.learns
+
     def of_imitation(self) -> Config:
         """The configuration of supervised training on the rows of imitation.data."""
         sft = own_section(self, "sft", PIPELINES["sft"], Section)

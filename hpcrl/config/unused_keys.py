@@ -119,9 +119,14 @@ def _unread_of_sections(config: Config) -> Iterator[tuple[Path, Path, str]]:
     """Keys that are unread because of another key's value, mostly in the same section."""
     if config.cluster.after != "chain":
         yield ("cluster", "num_links"), ("cluster", "after"), "an unfinished run is requeued"
-    if config.imitation.data is None:
-        for key in ("num_rows", "ce"):
-            yield ("imitation", key), ("imitation", "data"), "imitation.data is null"
+    imitation = config.imitation
+    if imitation.data is None:
+        yield ("imitation", "num_rows"), ("imitation", "data"), "imitation.data is null"
+    if not imitation.expert_turns:
+        text = "imitation.expert_turns is 0"
+        yield ("imitation", "expert_decay_prompts"), ("imitation", "expert_turns"), text
+        if imitation.data is None:
+            yield ("imitation", "ce"), ("imitation", "data"), f"imitation.data is null and {text}"
     if config.keep_best.metric is None:
         yield ("keep_best", "mode"), ("keep_best", "metric"), "keep_best.metric is null"
     if config.cluster.container == "none":

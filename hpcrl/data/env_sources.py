@@ -77,7 +77,7 @@ class ExpertTask:
         try:
             self._options = read_options(ExpertOptions, options)
             self._env_options = read_options(spec.section, self._options.env)
-            if obstacle := spec.expert_obstacle(self._env_options):
+            if obstacle := spec.expert_obstacle(self._env_options) or spec.row_obstacle(self._env_options):
                 raise ValueError(obstacle)
         except ValueError as error:
             raise ValueError(f"expert:{name}: {error}") from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import io
+import random
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -56,6 +57,12 @@ UNREAD_KEYS = "hpcrl_unread"
 def begin(env: Any, seed: int) -> Any:
     """Call reset(), which may accept the seed only as a keyword argument (gymnasium)."""
     return env.reset(seed=seed) if _names_seed(env.reset) else env.reset(seed)
+
+
+def expert_response(env: Any, seed: int) -> Any:
+    """The response of the environment's expert in the present state (EnvSpec.has_expert); the seed determines its
+    random choices."""
+    return env.expert(random.Random(seed), 0.0)
 
 
 def reset_problem(made: type) -> str:

@@ -190,15 +190,24 @@ def validate_envs(config: Config, rows: Mapping[Split, RowSet]) -> list[str]:
 
 
 def _row_problems(config: Config, rows: Mapping[Split, RowSet]) -> list[str]:
-    """Reports the first row of each domain that its environment cannot play, with the number of such rows."""
+    """Reports the first row of each domain that its environment, or an expert that has turns, cannot play, with the
+    number of such rows."""
     problems = []
     for split, found in rows.items():
         for domain in found.domain_names:
             env = config.env_of(domain)
-            if env is None or not (path := ENVS[env.name].problem_of_row):
+            if env is None:
                 continue
-            problem_of_row = load(path, ENVS[env.name].about)
-            read = ((where, problem_of_row(row.extra)) for where, row in found.read_rows(domain))
+            spec = ENVS[env.name]
+            plays = config.expert_plays and split == "train"
+            paths = [path for path in (spec.problem_of_row, spec.expert_problem_of_row if plays else "") if path]
+            checks = [load(path, spec.about) for path in paths]
+            if not checks:
+                continue
+            read = (
+                (where, next(filter(None, (check(row.extra) for check in checks)), ""))
+                for where, row in found.read_rows(domain)
+            )
             if wrong := [f"{where}: {problem}" for where, problem in read if problem]:
                 problems.append(f"{wrong[0]}; data.{split} has {len(wrong)} such rows of domain {domain}")
     return problems

@@ -48,7 +48,11 @@ class StepEnv(msgspec.Struct, tag="step"):
     action: str
 
 
-EnvCall = MakeEnv | ResetEnv | StepEnv
+class AskExpert(msgspec.Struct, tag="expert"):
+    seed: int
+
+
+EnvCall = MakeEnv | ResetEnv | StepEnv | AskExpert
 
 
 class EnvReturned(msgspec.Struct):
@@ -137,6 +141,10 @@ class EnvProcess:
     def step(self, action: str) -> Any:
         """See Env."""
         return self._call(StepEnv(action))
+
+    def expert_response(self, seed: int) -> Any:
+        """See hpcrl.envs.environment.expert_response."""
+        return self._call(AskExpert(seed))
 
     def busy_s(self) -> float:
         """Seconds in which the environment's process has computed or waited for a core."""

@@ -505,6 +505,7 @@ SWE = EnvSpec(
     has_expert=True,
     probe="hpcrl.envs.swe.task:probe",
     problem_of_row="hpcrl.envs.swe.row_check:problem_of_row",
+    expert_problem_of_row="hpcrl.envs.swe.row_check:expert_problem_of_row",
 )
 REMOTE = EnvSpec(
     about="An environment on another machine, which a server plays (python -m hpcrl.launch.env_server).",

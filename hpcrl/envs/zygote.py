@@ -26,9 +26,20 @@ from typing import Any
 import msgspec
 
 from hpcrl.config import EnvConfig
-from hpcrl.envs.environment import begin, checked_reset, checked_step, cut, num_image_bytes
+from hpcrl.envs.environment import begin, checked_reset, checked_step, cut, expert_response, num_image_bytes
 from hpcrl.envs.factory import env_class, make_env
-from hpcrl.envs.processes import CLOSE_S, MAX_BYTES, PID, EnvCall, EnvReturned, MakeEnv, ResetEnv, read, write
+from hpcrl.envs.processes import (
+    CLOSE_S,
+    MAX_BYTES,
+    PID,
+    AskExpert,
+    EnvCall,
+    EnvReturned,
+    MakeEnv,
+    ResetEnv,
+    read,
+    write,
+)
 from hpcrl.rewards.serving.guarded import describe
 from hpcrl.system.scratch import own_folder, remove_tree
 from hpcrl.system.signals import adopt_orphans, die_with, let_signals_pass
@@ -129,7 +140,7 @@ def _settled(config: EnvConfig, folder: Path) -> Iterator[None]:
 def _serve(config: EnvConfig, connection: socket.socket) -> None:
     """Answer calls until the other side closes, then close the environment."""
     env: Any = None
-    value: list[Any] | bool
+    value: Any
     runner = asyncio.Runner()
 
     def returned(value: Any) -> Any:
@@ -146,6 +157,8 @@ def _serve(config: EnvConfig, connection: socket.socket) -> None:
                 value = bool(getattr(env, "special_tokens", False))
             elif isinstance(call, ResetEnv):
                 value = [*checked_reset(returned(begin(env, call.seed)))]
+            elif isinstance(call, AskExpert):
+                value = returned(expert_response(env, call.seed))
             else:
                 observation, reward, terminated, truncated, info = checked_step(returned(env.step(call.action)))
                 value = [observation, float(reward), bool(terminated), bool(truncated), info]

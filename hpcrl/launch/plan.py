@@ -146,6 +146,10 @@ def _environments(config: Config) -> Iterator[tuple[str, str]]:
     if config.envs:
         names = ", ".join(dict.fromkeys(env.name for env in config.envs.values()))
         yield "", f"environment {names}, episodes of up to {config.max_turns} turns"
+    if config.expert_plays:
+        falls = config.imitation.expert_decay_prompts
+        until = "" if falls is None else f", falling to 0 over {falls} prompts"
+        yield "", f"the environment's expert plays turns with probability {config.imitation.expert_turns:g}{until}"
 
 
 def _images(config: Config, shape: ModelShape, shown: ShownRows) -> str:

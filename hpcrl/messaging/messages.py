@@ -704,12 +704,13 @@ class Turn(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknow
 class EnvObservation(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
     """An observation, sent to all ranks of the replica that holds the sample: int32 token ids, chat messages as JSON,
     and media with their places among the tokens. The first one is the whole prompt; if it has no tokens, the row's own
-    prompt is used."""
+    prompt is used. `expert` is the text of the next turn if the environment's expert plays it, else empty."""
 
     sample: int
     token_ids: bytes
     messages: bytes = b"[]"
     media: tuple[Medium, ...] = ()
+    expert: str = ""
 
 
 class Post(Message):

@@ -185,7 +185,8 @@ class SampleRows:
         """Values per token for colours."""
         found = {}
         if "old_logprobs" in given and "gen_logprobs" in given:
-            found["mismatch"] = given["old_logprobs"] - given["gen_logprobs"]
+            gap = given["old_logprobs"] - given["gen_logprobs"]
+            found["mismatch"] = np.where(given["versions"] >= 0, gap, 0) if "versions" in given else gap
         if "versions" in given:
             found["lag"] = np.where(given["versions"] >= 0, self._version - given["versions"], 0)
         if "advantages" in given:
@@ -195,15 +196,17 @@ class SampleRows:
         return found
 
     def _of_tokens(self, tokens: Mapping[str, np.ndarray | None]) -> dict[str, Any]:
-        """Lengths, versions, lag, and the mean advantage and mismatch of the model's tokens."""
+        """Lengths, and versions, lag, and the mean advantage and mismatch of the tokens that the model generated."""
         mask = tokens["loss_mask"]
         if mask is None:
             return {}
         model = mask > 0
         found: dict[str, Any] = {"tokens": int(model.sum()), "all_tokens": len(model)}
+        if (versions := tokens["versions"]) is not None:
+            model &= versions >= 0  # others are an expert's
         if not model.any():
             return found
-        if (versions := tokens["versions"]) is not None:
+        if versions is not None:
             low, high = int(versions[model].min()), int(versions[model].max())
             found |= {"versions": [low, high], "lag": [self._version - high, self._version - low]}
         if (advantages := tokens["advantages"]) is not None:

@@ -260,8 +260,10 @@ class Batch:
 
 
 def oldest_versions(batch: Batch) -> Tensor:
-    """int64 [B]: the oldest weight version of each row's model tokens; the largest int64 for rows without any."""
-    rows, versions = batch.row_ids[batch.loss_mask], batch.versions[batch.loss_mask].long()
+    """int64 [B]: the oldest weight version of each row's model tokens without an expert's; the largest int64 for rows
+    without any."""
+    drawn = batch.loss_mask & (batch.versions >= 0)
+    rows, versions = batch.row_ids[drawn], batch.versions[drawn].long()
     oldest = versions.new_full((batch.num_sequences,), torch.iinfo(torch.int64).max)
     return oldest.scatter_reduce(0, rows, versions, "amin")
 

@@ -70,6 +70,7 @@ class _Stream:
     arrived: list[events.SchedulerEvent] = field(default_factory=list)
     drawn: dict[int, float] = field(default_factory=dict)  # uid -> when its prompt was drawn
     stats: list[Stats] = field(default_factory=list)
+    of_samples: list[tuple[int, Stats]] = field(default_factory=list)  # statistics of samples, by arrival
 
 
 @dataclass
@@ -158,7 +159,10 @@ class RolloutLoop:
         groups = scheduler.take_batch()
         stream.drawn = {uid: at for uid, at in stream.drawn.items() if uid in stream.prompts}
         sizes = {s.id: self._replicas[s.replica].sizes.pop(s.id) for group in groups for s in group.samples}
-        stats, stream.stats = merge([*stream.stats, {"time/step_reward_wait": scalar(self._waited_s)}]), []
+        # By sample, so that sums have the same bits whatever arrived first.
+        of_samples = [stats for _, stats in sorted(stream.of_samples, key=lambda noted: noted[0])]
+        stats = merge([*stream.stats, *of_samples, {"time/step_reward_wait": scalar(self._waited_s)}])
+        stream.stats, stream.of_samples = [], []
         if not scheduler.generates_ahead:
             self._streams.remove(stream)
             self._awaited.drop_early(stream.prompts.keys())  # no outstanding decode chunk can still report them
@@ -511,7 +515,8 @@ class RolloutLoop:
         stream, prompt = self._stream_of(result.sample), self._prompt_of(result.sample)
         if stream is not None and prompt is not None:
             stats = {f"env/{prompt.domain}/{name}": scalar(value) for name, value in result.metrics.items()}
-            stream.stats.append(stats | ({f"domain/{prompt.domain}/score": scalar(result.score)} if scored else {}))
+            stats |= {f"domain/{prompt.domain}/score": scalar(result.score)} if scored else {}
+            stream.of_samples.append((result.sample, stats))
 
 
 def _record(timeline: Recorder, rank: int, event: messages.Event) -> None:

@@ -282,7 +282,7 @@ def describe(rollouts: StepRollouts, row: int, decode: Callable[[list[int]], str
     ids, mask = batch.token_ids[start:end], batch.loss_mask[start:end]
     num_prompt = int((batch.turn_ids[start:end] < 0).long().cumprod(0).sum())
     uid, attempt, member = split_sample_id(int(batch.sample_ids[row]))
-    versions = batch.versions[start:end][mask].tolist()
+    versions = [version for version in batch.versions[start:end][mask].tolist() if version >= 0]
     lines = [
         f"prompt {uid} attempt {attempt} member {member}: "
         f"reward {batch.rewards[row]:.4g}, score {batch.scores[row]:.4g}, "

@@ -404,6 +404,10 @@ class EnvSpec(Spec):
     """Whether its class has expert(rng, noise), which writes a good response (hpcrl.envs.games.game)."""
     expert_obstacle: Callable[[Any], str] = lambda options: ""
     """Why there is no expert with these options, an object of its section; empty if there is one."""
+    row_obstacle: Callable[[Any], str] = lambda options: ""
+    """Why an episode with these options needs a row; empty if it needs none."""
+    expert_problem_of_row: str = ""
+    """`module:NAME` of a function of a row's columns that returns why the expert cannot play it, or ""."""
     shows: Callable[[Any], frozenset[str] | None] = lambda options: None
     """Kinds of media (hpcrl.spec.media) that its observations have with these options, an object of its section or,
     without one, a mapping; None if not known."""

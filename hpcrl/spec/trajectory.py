@@ -137,7 +137,7 @@ _RESERVED = {
 
 declare(
     Field("token_ids", "int64", Level.TOKEN, Origin.GENERATOR, "prompt and response", wire="int32"),
-    Field("loss_mask", "bool", Level.TOKEN, Origin.GENERATOR, "true: written by the model and trained on"),
+    Field("loss_mask", "bool", Level.TOKEN, Origin.GENERATOR, "true: trained on; written by the model or an expert"),
     Field(
         "gen_logprobs",
         "float32",
@@ -146,7 +146,12 @@ declare(
         "the generator's log-softmax(logits / T), without truncation",
     ),
     Field(
-        "versions", "int32", Level.TOKEN, Origin.GENERATOR, "version of the weights that generated the token", fill=-1
+        "versions",
+        "int32",
+        Level.TOKEN,
+        Origin.GENERATOR,
+        "version of the weights that generated the token; -1: none, also in an expert's turns",
+        fill=-1,
     ),
     Field("turn_ids", "int32", Level.TOKEN, Origin.GENERATOR, "turn of the model, from 0; -1: the prompt", fill=-1),
     Field(

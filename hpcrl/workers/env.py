@@ -23,7 +23,17 @@ from hpcrl.data.env_sources import given_start
 from hpcrl.data.image_tokens import bound_vision
 from hpcrl.data.messages import Messages
 from hpcrl.data.template_forms import chat_template
-from hpcrl.envs.environment import UNREAD_KEYS, Env, begin, checked_reset, checked_step, cut, image_bytes, num_chars
+from hpcrl.envs.environment import (
+    UNREAD_KEYS,
+    Env,
+    begin,
+    checked_reset,
+    checked_step,
+    cut,
+    expert_response,
+    image_bytes,
+    num_chars,
+)
 from hpcrl.envs.examples import example_messages
 from hpcrl.envs.processes import EnvProcess, EnvProcessError
 from hpcrl.messaging.messages import (
@@ -38,6 +48,7 @@ from hpcrl.messaging.messages import (
 from hpcrl.messaging.queues import ReaderLost
 from hpcrl.rewards.grading.extract import after_thinking
 from hpcrl.rewards.serving.guarded import RAISED, describe, sendable
+from hpcrl.rollout.expert_turns import expert_seed
 from hpcrl.rollout.pictures import MAX_SHOWN, thumbnail
 from hpcrl.rollout.types import FinishReason, episode_seed, is_validation, split_sample_id
 from hpcrl.spec.media import IMAGE_MARK, MAX_PIXEL_BYTES, WRITTEN_MARK, Medium, by_picture
@@ -88,11 +99,13 @@ class _Episode:
 
 @dataclass
 class _Played:
-    """A turn's result: the environment's observation, the sample's result so far, and whether the episode ended."""
+    """A turn's result: the environment's observation, the sample's result so far, whether the episode ended, and the
+    text of the next turn if the environment's expert plays it."""
 
     observation: Any
     result: ScoredSample
     ended: bool
+    expert: str = ""
 
 
 class _TooLate(Exception):
@@ -242,7 +255,7 @@ class EnvRole:
                     if num_chars(shown) < 2 * LAST_CHARS:
                         self._ends[turn.sample] = _End.of(as_messages(shown))
             elif not ended:
-                reply = self._reply(turn, episode, played.observation)
+                reply = self._reply(turn, episode, played.observation, played.expert)
         except _NoRoom as problem:
             ended, error = True, _text(config.name, str(problem))
             if config.max_sequence_tokens is not None and not turn.starts_episode:  # the episode's limit, not an error
@@ -269,7 +282,7 @@ class EnvRole:
         result = msgspec.structs.replace(result, started=playing.began, ended=time.monotonic())
         worker.emit(Observed(turn.sample, ended, result, config.add_reward and not result.error, failed))
 
-    def _reply(self, turn: Turn, episode: _Episode, observation: Any) -> EnvObservation:
+    def _reply(self, turn: Turn, episode: _Episode, observation: Any, expert: str) -> EnvObservation:
         """An observation as messages and as tokens: the tokens after the turn or, if turns are separate sequences, the
         next turn's prompt. _NoRoom if there are too many tokens; TypeError if it is neither text nor messages."""
         config, tokens = self._env(turn), functools.partial(self._tokens, turn, episode)
@@ -303,7 +316,7 @@ class EnvRole:
         if not turn.starts_episode:
             episode.said.append(self._remembered(turn))
         said = json.dumps(without_images(encoded.messages)).encode()
-        return EnvObservation(turn.sample, encoded.token_ids.tobytes(), said, encoded.media)
+        return EnvObservation(turn.sample, encoded.token_ids.tobytes(), said, encoded.media, expert)
 
     def _tokens(self, turn: Turn, episode: _Episode, observation: Any) -> Encoded:
         tokenizer, tools, config = self._worker.tokenizer, episode.row["tools"], self._env(turn)
@@ -336,7 +349,8 @@ class EnvRole:
             if ended:
                 metrics |= {"truncated": float(not info.get("terminated")), **_metrics(info, "reset()")}
             score = metrics["success"]
-            return _Played(observation, ScoredSample(turn.sample, 0.0, score, "", metrics), ended)
+            expert = "" if ended else await self._expert_turn(turn, episode)
+            return _Played(observation, ScoredSample(turn.sample, 0.0, score, "", metrics), ended, expert)
         assert episode.env is not None, "an episode begins with its first turn"
         action = (
             turn.text_with_special_tokens
@@ -356,7 +370,23 @@ class EnvRole:
         if over:
             full = {} if config.max_sequence_tokens is None else {"sequence_full": 0.0}
             metrics = {"truncated": float(not terminated)} | full | metrics
-        return _Played(observation, ScoredSample(turn.sample, total, score, "", metrics, list(episode.rewards)), over)
+        result = ScoredSample(turn.sample, total, score, "", metrics, list(episode.rewards))
+        return _Played(observation, result, over, "" if over else await self._expert_turn(turn, episode))
+
+    async def _expert_turn(self, turn: Turn, episode: _Episode) -> str:
+        """The text of the next turn if the environment's expert plays it, else empty. Raises whatever the expert
+        raises."""
+        if not self._config.expert_plays:
+            return ""
+        seed = expert_seed(self._config.imitation, self._config.seed, turn.sample, len(episode.rewards))
+        if seed is None:
+            return ""
+        env = episode.env
+        said = env.expert_response(seed) if isinstance(env, EnvProcess) else expert_response(env, seed)
+        text = await self._hosts.returned(self._section(turn), said)
+        if not isinstance(text, str) or not text.strip():
+            raise TypeError(f"expert() must return a text, but returned {text!r}")
+        return text
 
     def _mention(self, section: str, info: dict[str, Any]) -> None:
         """Warn once about keys of info that nothing reads."""

@@ -90,7 +90,7 @@ class Exchange:
             rollout, trained = worker.config.rollout, command.batch - 1
             batch.on_policy = on_policy(batch, trained, rollout.on_new_weights == "recompute")
             oldest = trained - math.ceil(rollout.max_staleness)
-            versions = batch.versions[batch.loss_mask]
+            versions = batch.versions[batch.loss_mask & (batch.versions >= 0)]  # others are an expert's
             if bool((versions < oldest).any()):
                 text = f"step {command.batch} got a token of weights {int(versions.min())}"
                 raise RuntimeError(f"{text}; rollout.max_staleness allows {oldest}")

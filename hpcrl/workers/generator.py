@@ -50,6 +50,7 @@ from hpcrl.spec.tables import GEN_ENGINES
 from hpcrl.spec.trajectory import TEXT
 from hpcrl.system.clock import AwakeClock
 from hpcrl.workers.checkpointing import or_unwritten
+from hpcrl.workers.expert_tokens import ExpertTokens
 from hpcrl.workers.held_samples import PromptState, SampleState
 from hpcrl.workers.one_process import OneProcess
 from hpcrl.workers.role import Rank
@@ -87,6 +88,8 @@ class GeneratorRole:
         self._prompts: WeakValueDictionary[int, PromptState] = WeakValueDictionary()  # kept alive by their samples
         self._beginning: list[SampleState] = []  # samples whose environments start in the next decode chunk
         self._refused: list[Ended] = []  # samples that end in the next decode chunk without a new token
+        self._expert_tokens = ExpertTokens(worker.tokenizer)
+        self._by_expert: list[SampleState] = []  # samples whose turn, an expert's, ends in the next decode chunk
         self._observations: dict[int, EnvObservation] = {}  # by sample, until the next turn is admitted
 
     def handlers(self) -> dict[type, Callable[[Any, int], Any]]:
@@ -142,6 +145,11 @@ class GeneratorRole:
             sample.max_new_tokens, turn = limit, 0
             if sample.rollout is not None:
                 ids, turn = sample.context.tolist(), sample.next_turn
+                written = self._expert_tokens.of(sample.expert, ids)
+                if 0 < len(written) <= limit:  # a longer turn is the policy's
+                    sample.take_turn(written)
+                    self._by_expert.append(sample)
+                    continue
             elif sample.prompt.played:
                 sample.begin(s.truncates)
                 self._beginning.append(sample)
@@ -216,7 +224,8 @@ class GeneratorRole:
         texts = self._texts.of(written, [sample.context[-TAIL_TOKENS:].tolist() for sample in samples])
         for sample, output, text in zip(samples, outputs, texts, strict=True):
             sample.end_turn(output, text)
-        turns = [sample for sample in samples if sample.env is not None]
+        by_expert, self._by_expert = self._by_expert, []
+        turns = [*by_expert, *(sample for sample in samples if sample.env is not None)]
         finished = [sample for sample in samples if sample.env is None]
         self._play(turns)
         self._post(finished, command.receivers)
@@ -315,7 +324,8 @@ class GeneratorRole:
     def _abort(self, command: AbortSamples, seq: int) -> DecodeChunkDone | Done:
         outputs = self.engine.abort(command.samples)
         samples = {i: self.samples[i] for i in command.samples if i in self.samples}
-        outside = {*(sample.id for sample in self._beginning), *(end.sample for end in self._refused)}
+        unstarted = (*self._beginning, *self._by_expert)
+        outside = {*(sample.id for sample in unstarted), *(end.sample for end in self._refused)}
         counts = {o.id: samples[o.id].num_model_tokens + len(o.token_ids) for o in outputs}  # includes earlier turns
         counts |= {i: sample.num_model_tokens for i, sample in samples.items() if i in outside}
         posts: dict[int, list[Turn]] = defaultdict(list)
@@ -348,6 +358,7 @@ class GeneratorRole:
             self.samples.pop(sample, None)
             self._observations.pop(sample, None)
         self._beginning = [sample for sample in self._beginning if sample.id in self.samples]
+        self._by_expert = [sample for sample in self._by_expert if sample.id in self.samples]
         self._refused = [end for end in self._refused if end.sample in self.samples]
 
     def _peek(self, command: ReadTexts, seq: int) -> Done:

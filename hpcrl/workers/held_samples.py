@@ -51,6 +51,7 @@ class SampleState:
     env: int | None = None  # the rank of its environment
     media: list[Medium] = default(default_factory=list)  # of the rollout
     shown: list[Medium] = default(default_factory=list)  # per mark in the rollout's messages, the whole picture
+    expert: str = ""  # the text of the next turn if the environment's expert plays it
 
     @property
     def prompt(self) -> PromptState:
@@ -127,11 +128,19 @@ class SampleState:
         sample.messages.append({"role": "assistant", "content": text})
         sample.finish_reason = output.finish_reason
 
+    def take_turn(self, token_ids: np.ndarray) -> None:
+        """Add the next turn as the environment's expert has written it; int32 [n]. Its tokens are trained on, but were
+        generated with no weights (version -1) and have no log-probs."""
+        _append(self.held, token_ids, None, by_expert=True)
+        self.held.messages.append({"role": "assistant", "content": self.expert})
+        self.held.finish_reason, self.expert = FinishReason.STOP, ""
+
     def observe(self, observation: EnvObservation) -> None:
         """Add an observation. At the start of an episode, it replaces the row's prompt unless it has no tokens. If
         turns are separate sequences, its tokens are the next turn's whole prompt."""
         token_ids, messages = np.frombuffer(observation.token_ids, dtype=np.int32), json.loads(observation.messages)
         by_steps, start, shown = self.prompt.by_steps, len(self.held.token_ids), messages
+        self.expert = observation.expert
         if self.held.turn_ids[-1] >= 0:
             _append(self.held, token_ids, None, by_steps)
             self.held.messages += messages
@@ -173,13 +182,17 @@ class SampleState:
         return Ended(self.id, len(sample.token_ids), self.num_model_tokens, str(sample.finish_reason), text_bytes)
 
 
-def _append(sample: Sample, token_ids: np.ndarray, output: Output | None, is_prompt: bool = False) -> None:
-    """Add a model turn (output) or an observation (None) to a sample; `is_prompt` marks the next turn's own prompt."""
+def _append(
+    sample: Sample, token_ids: np.ndarray, output: Output | None, is_prompt: bool = False, by_expert: bool = False
+) -> None:
+    """Add a model turn (output), an expert's turn (by_expert) or an observation to a sample; `is_prompt` marks the next
+    turn's own prompt."""
     last, before = int(sample.turn_ids.max()), len(sample.token_ids)
+    is_turn = by_expert or output is not None
     known: dict[str, Any] = {
         "token_ids": token_ids,
-        "loss_mask": output is not None,
-        "turn_ids": -1 if is_prompt else last + (output is not None),
+        "loss_mask": is_turn,
+        "turn_ids": -1 if is_prompt else last + is_turn,
         "states": 0,
     }
     for field in _token_fields(sample):

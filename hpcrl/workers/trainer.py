@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hpcrl.algorithms.factory import make_algorithm
 from hpcrl.algorithms.interface import AdvantageEstimator, Outputs, RewardTable
-from hpcrl.algorithms.metrics import advantage_stats, batch_stats, domain_stats
+from hpcrl.algorithms.metrics import advantage_stats, batch_stats, domain_stats, expert_stats
 from hpcrl.algorithms.token_losses import fill_teachers, fill_weights
 from hpcrl.comm.data_parallel import DataParallel
 from hpcrl.config import Config
@@ -305,6 +305,8 @@ class TrainerRole(EngineRole):
         changed = (batch.weights != 1).nonzero()[:, 0]
         weights = list(zip(batch.sample_ids[changed].tolist(), batch.weights[changed].tolist(), strict=True))
         stats = batch_stats(batch, table) | advantage_stats(batch) | domain_stats(batch, table)
+        if self._worker.config.expert_plays:
+            stats |= expert_stats(batch)
         return Done(seq, stats=stats | own, weights=weights)
 
     def _train_step(self, command: TrainStep, seq: int) -> Done:

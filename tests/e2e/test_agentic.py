@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from hpcrl.config.imitation import ImitationConfig
 from hpcrl.metrics.log import read_metrics
+from hpcrl.rollout.expert_turns import expert_seed
 from hpcrl.rollout.store import RolloutReader
 from hpcrl.system.exit_codes import ExitCode
 from tests.e2e.program import Start
@@ -24,8 +26,9 @@ BY_STEPS = [  # in half of the episodes
     "+env.steps={name: frozen_lake, max_turns: 4, episode: steps, history: 1}",
     "+env.steps.options={size: 3, tag: '', prompt: '{observation}', invalid: '{observation}'}",
     "algorithm=gigpo",
+    "imitation.expert_turns=0.3",
 ]
-KEPT = ("val/", "env/", "critic/", "actor/")
+KEPT = ("val/", "env/", "critic/", "actor/", "loss/", "imitation/")
 
 
 def numbers(run_dir: Path) -> list[dict[str, float | None]]:
@@ -71,6 +74,17 @@ def test_episodes_are_trained_and_reported_and_a_kill_changes_nothing(
             assert segments in (1, turns), "a sequence for the episode or for each turn"
             shapes[turns > 1, segments > 1] += 1
     assert shapes[True, True] and shapes[True, False], "episodes of several turns, by steps and by trajectory"
+
+    share = [row["imitation/expert_turns"] for row in read_metrics(whole)[1:]]
+    assert 0.1 < sum(share) / 5 < 0.5 and last["loss/ce"] > 0
+    batch, section = RolloutReader(killed).batch(5), ImitationConfig(expert_turns=0.3)
+    expert = batch.loss_mask & (batch.versions < 0)
+    assert batch.advantages is not None and batch.ce_weights is not None
+    assert not batch.advantages[expert].any() and batch.ce_weights.tolist() == expert.float().tolist()
+    for tokens, is_played in ((expert, True), (batch.loss_mask & ~expert, False)):
+        samples = batch.sample_ids[batch.row_ids[tokens]].tolist()
+        turns = {*zip(samples, batch.turn_ids[tokens].tolist(), strict=True)}
+        assert turns and all((expert_seed(section, 0, *turn) is not None) == is_played for turn in turns)
 
     for step in (0, 5):
         folder = whole / "episodes" / f"step_{step:06d}" / "default"

@@ -87,6 +87,21 @@ def test_values_are_those_of_the_files(tmp_path: Path) -> None:
     assert data["about"]["training"]["total"] == 2 and data["about"]["training"]["choice"] == "all samples"
 
 
+def test_an_experts_turn_has_no_mismatch_and_no_lag(tmp_path: Path) -> None:
+    """Its tokens count as the response's, but no weights have generated them."""
+    run = make_run(tmp_path / "run")
+    played = sample(7, 0, ["ab", "cd"], 1.0, version=3)
+    expert = played.loss_mask & (played.turn_ids == 1)
+    played.put("versions", np.where(expert, -1, played.versions))
+    played.put("gen_logprobs", np.where(expert, 0, played.gen_logprobs))
+    write_step(run, 6, [played])
+    (one,) = found(run)["training"]
+    assert one["tokens"] == 4 and one["versions"] == [3, 3] and one["lag"] == [2, 2]
+    assert one["mismatch"] == pytest.approx((1 + 2) / 2 / 1000, abs=1e-6)
+    (tokens,) = one["said"][2]["segments"]
+    assert tokens["text"] == "cd" and not tokens.get("mismatch") and not tokens.get("lag")
+
+
 def test_steps_are_spread_groups_are_whole_and_extremes_are_there(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     for step in range(1, 31):

@@ -135,6 +135,38 @@ def test_numpy_numbers_are_serialised(stage: Stage, role: EnvRole) -> None:
     assert second.result.turn_rewards == [0.25, 0.25]
 
 
+LAKE = {"name": "frozen_lake", "max_turns": 6, "options": {"size": 4, "tag": ""}}
+
+EXPERT = {"env": {"default": LAKE}, "imitation": {"expert_turns": 1.0}, "data": {"max_prompt_tokens": 200}}
+
+
+@pytest.mark.parametrize("runs_in", ["thread", "process"])
+def test_an_expert_plays_turns_of_training_episodes(stage: Stage, runs_in: str) -> None:
+    """With share 1 it walks to the goal; validation episodes are the policy's."""
+    role = EnvRole(stage.worker(1, EXPERT | {"env": {"default": LAKE | {"runs_in": runs_in}}}))
+    sample, held_out = make_sample_id(next(UIDS), 0, 0), make_sample_id(validation_uid(0, 1), 0, 0)
+    for each in (sample, held_out):
+        assert not play(stage, role, turn(each, "begin", room=300)).result.error
+    said = {delta.sample: delta.expert for delta in stage.deltas()}
+    assert said[held_out] == "" and said[sample] in ("Left", "Right", "Up", "Down")
+    text, steps = said[sample], 0
+    while text:
+        observed = play(stage, role, msgspec.structs.replace(turn(sample, room=300), text=text))
+        steps += 1
+        text = next((delta.expert for delta in stage.deltas()), "")
+    assert observed.ended and observed.result.metrics["success"] == 1.0 and steps > 0
+    role.close()
+
+
+def test_an_expert_that_fails_ends_only_its_episode(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    role = EnvRole(stage.worker(1, EXPERT))
+    for found, error in (("", "expert() must return a text, but returned ''"), (None, "returned None")):
+        monkeypatch.setattr(role_env, "expert_response", lambda env, seed, found=found: found)
+        observed = play(stage, role, turn(make_sample_id(next(UIDS), 0, 0), "begin"))
+        assert observed.ended and error in observed.result.error
+    role.close()
+
+
 @pytest.mark.parametrize(
     ("how", "error"),
     [

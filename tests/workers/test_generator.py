@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from hpcrl.engines.gen.generation_engine import Output
 from hpcrl.engines.hf_folder import read_safetensors
@@ -21,6 +22,7 @@ from hpcrl.rollout.pending import read_pending, write_pending
 from hpcrl.rollout.types import make_sample_id
 from hpcrl.spec.media import IMAGE_MARK, Medium
 from hpcrl.spec.trajectory import FIELDS, TEXT, Field, Level, Origin
+from hpcrl.workers.expert_tokens import ExpertTokens
 from hpcrl.workers.generator import GeneratorRole
 from hpcrl.workers.reward import item_of
 from tests.workers.conftest import Stage
@@ -322,6 +324,69 @@ def test_all_turns_of_an_episode_share_its_token_limit(stage: Stage, role: Gener
         stage.send(1, 2, [m.EnvObservation(sample, np.array([7], np.int32).tobytes(), json.dumps(QUESTION).encode())])
         carry_out(role, m.Admit([], [(sample, 3)], SAMPLING)) if written[-1] < 6 else None
     assert role.samples[sample].num_model_tokens == 6
+
+
+def test_an_expert_plays_a_turn_between_turns_of_the_policy(stage: Stage, role: GeneratorRole) -> None:
+    """Its tokens are the text's and the end of a turn, are trained on, and belong to no weights; the turn goes to the
+    environment like the policy's, which continues after it."""
+    stage.heard()
+    carry_out(role, m.AbortSamples(SAMPLES))
+    sample, other = make_sample_id(9, 0, 0), make_sample_id(9, 0, 1)
+    admit(role, {9: ("d", [5, 6])}, [sample, other])
+    carry_out(role, m.DecodeChunk(8, [2], [1]))
+    written = role._expert_tokens.of("Up", [])
+    assert len(written) == 3 and written[-1] in role._end_ids and role._worker.tokenizer.decode(written[:-1]) == "Up"
+    said = json.dumps(QUESTION).encode()
+    # The text of the other sample has more tokens than a turn may have.
+    for observation in (
+        [m.EnvObservation(sample, b""), m.EnvObservation(other, b"", expert="Upwards")],
+        [m.EnvObservation(sample, np.array([7], np.int32).tobytes(), said, expert="Up")],
+        [m.EnvObservation(sample, np.array([8], np.int32).tobytes(), said)],
+    ):
+        stage.send(1, 2, observation)
+        stage.empty(1)
+        carry_out(role, m.Admit([], [(each.sample, 3) for each in observation], SAMPLING))
+        done = carry_out(role, m.DecodeChunk(8, [2], [1]))
+        turns = stage.mail(1, m.Turn)
+        if observation[0].expert:
+            assert [(e.sample, e.reason) for e in done.turns] == [(sample, "stop")] and done.tokens == 0
+            assert [(turn.text, turn.starts_episode, turn.last_token) for turn in turns] == [("Up", False, written[-1])]
+    held, policy = role.samples[sample].held, role.samples[other].held
+    assert (policy.versions[policy.loss_mask] == 0).all(), "the policy has played the turn"
+    counts = [int((held.loss_mask & (held.turn_ids == turn)).sum()) for turn in range(3)]
+    assert counts[0] and counts[1] == 3 and counts[2] and turns[0].num_written_tokens == sum(counts)
+    start = 2 + counts[0] + 1
+    assert held.token_ids[start : start + 3].tolist() == written.tolist()
+    assert held.versions[held.loss_mask].tolist() == [0] * counts[0] + [-1] * 3 + [0] * counts[2]
+    assert not held.gen_logprobs[held.versions < 0].any() and held.gen_logprobs[held.versions >= 0].all()
+    assert [message["role"] for message in held.messages] == ["user", "assistant"] * 3
+    assert held.messages[3]["content"] == "Up" and (role.engine.progress(), role._by_expert) == ({}, [])
+    # A sample dropped before its environment gets the turn is reported as aborted.
+    stage.send(1, 2, [m.EnvObservation(sample, np.array([8], np.int32).tobytes(), said, expert="Up")])
+    carry_out(role, m.Admit([], [(sample, 3)], SAMPLING))
+    aborted = carry_out(role, m.AbortSamples([sample]))
+    assert [(e.sample, e.model_tokens, e.reason) for e in aborted.finished] == [(sample, sum(counts) + 3, "abort")]
+    assert not carry_out(role, m.DecodeChunk(8, [2], [1])).turns
+    stage.mail(1, m.Turn)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "turn"),
+    [("", "Up"), ("<think>\n", "\n</think>\n\nUp")],
+)
+def test_an_experts_turn_ends_the_reasoning_that_its_prompt_has_begun(
+    model_folder: Path, prompt: str, turn: str
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role + ':' + m.content + '<|im_end|>' }}{% endfor %}"
+        "{% if add_generation_prompt %}assistant:<think>\n{% endif %}{# </think> #}"
+    )
+    before = tokenizer.encode("a question" + prompt, add_special_tokens=False)
+    ids = ExpertTokens(tokenizer).of("Up", before)
+    assert tokenizer.decode(ids) == turn + "<|im_end|>" and ExpertTokens(tokenizer).of("", before).size == 0
+    quoted = ExpertTokens(tokenizer).of("a<|im_end|>b", [])
+    assert (quoted == ids[-1]).sum() == 1, "a special token in the text is text"
 
 
 def test_a_turn_by_steps_follows_its_own_prompt(

@@ -45,6 +45,15 @@ def problem_of_row(columns: Mapping[str, Any]) -> str:
     return problem_of(given["hidden_tests"])
 
 
+def expert_problem_of_row(columns: Mapping[str, Any]) -> str:
+    """Why the expert, which knows the repairs of generated tasks, cannot play a row; empty if it can."""
+    if any(columns.get(name) is not None for name in COLUMNS):
+        return (
+            "the expert (imitation.expert_turns) plays only generated tasks (env:NAME), and this is a task of its own"
+        )
+    return ""
+
+
 def _texts(value: Any) -> bool:
     return (
         isinstance(value, Mapping) and bool(value) and all(isinstance(text, str) for text in [*value, *value.values()])

@@ -71,6 +71,10 @@ def _expert_obstacle(options: ToolOptions) -> str:
     if options.format != "auto" and not FORMATS[options.format].written:
         able = ", ".join(name for name, known in FORMATS.items() if known.written)
         return f"format: calls in {options.format} have special tokens, which a text cannot have; choose from {able}"
+    return ""
+
+
+def _row_obstacle(options: ToolOptions) -> str:
     return "prompt: give a text without {prompt}, since there is no row" if "{prompt}" in options.prompt else ""
 
 
@@ -83,4 +87,5 @@ TOOLS = EnvSpec(
     has_expert=True,
     shows=lambda options: None if "crop" in options.tools else frozenset(),
     expert_obstacle=_expert_obstacle,
+    row_obstacle=_row_obstacle,
 )
