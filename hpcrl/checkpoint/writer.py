@@ -230,18 +230,25 @@ def main() -> None:
     channel, parent = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
     die_with(parent)
     ignore_signals()
-    while True:
-        received, fds, _, _ = socket.recv_fds(channel, 1, MAX_FILES + 1)  # contents and two more
-        if not received:
-            return
-        counter = mmap.mmap(fds[1], COUNTER_BYTES)
-        body, *shared = (mmap.mmap(fd, 0, access=mmap.ACCESS_READ) for fd in (fds[0], *fds[2:]))
-        for fd in fds:
-            os.close(fd)
-        request = msgspec.msgpack.decode(body, type=_Request)
-        contents = {name: c if isinstance(c, bytes) else shared[c] for name, c in request.files.items()}
-        parts = {name: [memoryview(content)] for name, content in contents.items()}
-        _serve(channel, Path(request.folder), parts, counter)
+    with contextlib.suppress(ConnectionError):  # the rank has ended without reading every answer
+        while _serve_next(channel):
+            pass
+
+
+def _serve_next(channel: socket.socket) -> bool:
+    """Write the next request; False if there is none any more."""
+    received, fds, _, _ = socket.recv_fds(channel, 1, MAX_FILES + 1)  # contents and two more
+    if not received:
+        return False
+    counter = mmap.mmap(fds[1], COUNTER_BYTES)
+    body, *shared = (mmap.mmap(fd, 0, access=mmap.ACCESS_READ) for fd in (fds[0], *fds[2:]))
+    for fd in fds:
+        os.close(fd)
+    request = msgspec.msgpack.decode(body, type=_Request)
+    contents = {name: c if isinstance(c, bytes) else shared[c] for name, c in request.files.items()}
+    parts = {name: [memoryview(content)] for name, content in contents.items()}
+    _serve(channel, Path(request.folder), parts, counter)
+    return True
 
 
 def _parts(files: Files) -> dict[str, Iterable[memoryview]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import resource
+import select
 import signal
 import subprocess
 import sys
@@ -183,3 +184,14 @@ def test_the_writer_dies_with_its_rank(tmp_path: Path) -> None:
         time.sleep(0.005)
     assert rank.wait(30) == -signal.SIGKILL
     assert not psutil.wait_procs(children, 20)[1], "it has outlived its rank"
+
+
+def test_the_writer_says_nothing_when_its_rank_ends_without_reading_answers(
+    tmp_path: Path, writer: Writer, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The log of a rank that is lost ends with why it ended, not with a traceback of its writer."""
+    writer.start(tmp_path, {"first": b"x"})
+    process, rank_side = writer._process, writer._socket
+    assert process is not None and rank_side is not None and select.select([rank_side], [], [], 60)[0]
+    rank_side.close()
+    assert process.wait(60) == 0 and capfd.readouterr().err == ""
