@@ -1,9 +1,11 @@
 """The Python stacks of a process of a run, readable from outside even while the process hangs.
 
-On a signal, faulthandler writes the stacks of all threads to a memory page of the process. The signal's handler is C
-code that needs neither the interpreter lock nor a file system, so it also works while native code holds the lock or a
-disk does not answer. It does not run in a process that a signal has stopped, or that waits in the kernel without
-interruption; then only the kernel's facts about the process are known.
+A thread of the process, which needs the interpreter lock, writes the stacks of all threads to a memory page. If it
+cannot, since native code holds the lock, faulthandler does, on a signal: its handler is C code that needs neither the
+lock nor a file system. It may read the frames of another thread only while no thread executes Python code, which could
+free them meanwhile and so crash the process; in doubt it writes only those of the main thread, which it interrupts. It
+does not run in a process that a signal has stopped, or that waits in the kernel without interruption; then only the
+kernel's facts about the process are known.
 """
 
 from __future__ import annotations
@@ -11,11 +13,16 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import fcntl
+import mmap
 import os
 import re
 import signal
+import struct
+import sys
+import threading
 import time
 from pathlib import Path
+from types import FrameType
 from typing import NamedTuple
 
 # Real-time signals in the middle of the range: batch systems, MPI, NCCL, vLLM and DeepSpeed send SIGUSR1, SIGUSR2 or
@@ -24,13 +31,22 @@ ALL_THREADS, MAIN_THREAD = signal.SIGRTMIN + 11, signal.SIGRTMIN + 12
 PAGE_NAME = "hpcrl trace"
 STACKS_AT = 4096
 """Offset of the stacks in the page; before them is a rank's activity (hpcrl.messaging.trace)."""
-WITHIN_S, CHILD_S = 1.0, 0.3
-"""How long a rank, or a process that it started, may take to write its stacks."""
+ANSWERER_AT = 4064
+"""Offset of the number of the request, the number of the last answer, the process whose thread answers, and the
+monotonic time at which it last looked for a request: four numbers of eight bytes."""
+_ANSWERER = struct.Struct("=qqqd")
+_ASKED, _ANSWERED, _PROCESS, _LOOKED = (ANSWERER_AT // 8 + place for place in range(4))
+LOOK_S, SILENT_S = 0.25, 3.0
+"""Seconds between two looks of the thread that answers; without one for SILENT_S, native code holds the lock."""
+WITHIN_S, CHILD_S, THREAD_SHARE = 1.0, 0.5, 0.7
+"""How long a rank, or a process that it started, may take to write its stacks, and the part of this time after which
+its main thread is asked."""
 MAX_CHILDREN, MAX_BYTES = 16, 1 << 20
+MAX_THREADS, MAX_FRAMES = 100, 100  # faulthandler's limits
 POLL_S = 0.01
 THREAD = re.compile(r"^(Current thread|Thread|Stack)(?: (0x[0-9a-f]+))? \(most recent call first\):\n", re.MULTILINE)
 BOOTSTRAP = re.compile(r'^  File ".*/threading\.py", line \d+ in _bootstrap(_inner)?\n?', re.MULTILINE)
-TRUNCATED = "\n..."  # faulthandler's limit is 100 threads; the main thread comes last
+TRUNCATED = "\n..."  # of more than MAX_THREADS; faulthandler writes the main thread last
 STATES = {"R": "runs", "S": "sleeps", "D": "waits in the kernel without interruption", "T": "stopped by a signal"}
 STATES |= {"t": "stopped by a debugger", "Z": "has ended", "X": "has ended", "I": "idle"}
 
@@ -62,10 +78,13 @@ def page_of(pid: int) -> Path | None:
     return None
 
 
-def register_stacks(descriptor: int) -> None:
-    """Make this process write its stacks to the page `descriptor` when it gets one of the two signals."""
+def register_stacks(descriptor: int, *, forks: bool = False) -> None:
+    """Make this process write its stacks to the page `descriptor` when it is asked. A process that forks has no thread
+    that answers, and so gives only the stack of its main thread."""
     faulthandler.register(ALL_THREADS, file=descriptor, all_threads=True, chain=False)
     faulthandler.register(MAIN_THREAD, file=descriptor, all_threads=False, chain=False)
+    if not forks:
+        threading.Thread(target=_answer_forever, args=[descriptor], name="stacks", daemon=True).start()
 
 
 def read_stacks(pid: int, descriptor: int, within_s: float = WITHIN_S) -> ProcessStack:
@@ -81,9 +100,12 @@ def read_stacks(pid: int, descriptor: int, within_s: float = WITHIN_S) -> Proces
         return ProcessStack("", "the process has not come as far as to give its stack", kernel)
     end = time.monotonic() + within_s
     os.ftruncate(descriptor, STACKS_AT)
-    text, whole = _ask(pid, descriptor, ALL_THREADS, end)
-    if whole and text.endswith(TRUNCATED):
-        text, whole = _ask(pid, descriptor, MAIN_THREAD, end)
+    text, whole = _ask_thread(pid, descriptor, end - (1 - THREAD_SHARE) * within_s), True
+    if text is None:
+        number = ALL_THREADS if _is_silent(pid, descriptor) else MAIN_THREAD
+        text, whole = _ask(pid, descriptor, number, end)
+        if whole and number == ALL_THREADS and text.endswith(TRUNCATED):
+            text, whole = _ask(pid, descriptor, MAIN_THREAD, end)
     kernel = _kernel(pid)
     if not text and _has_ended(_status(pid)):
         return ProcessStack("", "the process has ended", kernel)
@@ -120,6 +142,58 @@ def read_child_stacks(pid: int) -> list[str]:
     return [*told, *([f"and {len(children) - MAX_CHILDREN} more"] * (len(children) > MAX_CHILDREN))]
 
 
+def _answer_forever(descriptor: int) -> None:
+    with mmap.mmap(descriptor, STACKS_AT) as page, memoryview(page) as raw:
+        numbers, times = raw.cast("q"), raw.cast("d")
+        times[_LOOKED], numbers[_PROCESS] = time.monotonic(), os.getpid()
+        while True:
+            times[_LOOKED] = time.monotonic()
+            if (asked := numbers[_ASKED]) != numbers[_ANSWERED]:
+                os.write(descriptor, _all_threads().encode())
+                numbers[_ANSWERED] = asked
+            time.sleep(LOOK_S)
+
+
+def _all_threads() -> str:
+    """The stacks of all threads but this one, in faulthandler's form, the main thread first."""
+    main, own = threading.main_thread().ident, threading.get_ident()
+    frames = {number: frame for number, frame in sys._current_frames().items() if number != own}
+    shown = sorted(frames, key=lambda number: number != main)
+    parts = []
+    for number in shown[: MAX_THREADS + 1]:
+        head = "Current thread" if number == main else "Thread"
+        parts.append(f"{head} {number:#018x} (most recent call first):\n{_calls(frames[number])}")
+    return "\n".join(parts) + "..." * (len(shown) > MAX_THREADS + 1)
+
+
+def _calls(frame: FrameType | None) -> str:
+    lines: list[str] = []
+    while frame is not None and len(lines) < MAX_FRAMES:
+        lines.append(f'  File "{frame.f_code.co_filename}", line {frame.f_lineno} in {frame.f_code.co_name}\n')
+        frame = frame.f_back
+    return "".join(lines) + "  ...\n" * (frame is not None)
+
+
+def _ask_thread(pid: int, descriptor: int, end: float) -> str | None:
+    """What the process's thread writes; None if the process has none, or it does not answer."""
+    with mmap.mmap(descriptor, STACKS_AT) as page, memoryview(page) as raw, raw.cast("q") as numbers:
+        if numbers[_PROCESS] != pid or _is_silent(pid, descriptor):
+            return None
+        numbers[_ASKED] = asked = numbers[_ANSWERED] + 1
+        while numbers[_ANSWERED] != asked:
+            if time.monotonic() > end or _has_ended(_status(pid)):
+                numbers[_ASKED] = numbers[_ANSWERED]
+                return None
+            time.sleep(POLL_S)
+    return os.pread(descriptor, MAX_BYTES, STACKS_AT).decode(errors="replace").strip("\n")
+
+
+def _is_silent(pid: int, descriptor: int) -> bool:
+    """Whether the process has a thread that answers, and has not executed Python code in it for SILENT_S."""
+    _, _, process, looked = _ANSWERER.unpack(os.pread(descriptor, _ANSWERER.size, ANSWERER_AT))
+    return bool(process == pid and time.monotonic() - looked > SILENT_S)
+
+
 def _ask(pid: int, descriptor: int, number: int, end: float) -> tuple[str, bool]:
     """(the page's text, whether the handler has finished)."""
     before = os.fstat(descriptor).st_size
@@ -142,10 +216,12 @@ def _in_order(text: str) -> str:
     threads = []
     for head, following in zip(heads, [*heads[1:], None], strict=True):
         frames = BOOTSTRAP.sub("", text[head.end() : following.start() if following else len(text)]).rstrip(".\n")
+        if f" in {_answer_forever.__name__}\n" in frames:
+            continue
         is_main = head[1] != "Thread"
         name = "main thread" if is_main else f"thread {head[2]}"
         threads.append((not is_main, f"{name} (most recent call first):\n{frames}"))
-    if any(head[1] == "Stack" for head in heads):
+    if text.endswith(TRUNCATED) or any(head[1] == "Stack" for head in heads):
         threads.append((True, "further threads are not shown"))
     return "\n\n".join(shown for _, shown in sorted(threads, key=lambda thread: thread[0]))
 

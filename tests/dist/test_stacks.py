@@ -28,7 +28,8 @@ from hpcrl.node.stack_requests import (
     request_stacks,
 )
 from hpcrl.run_folder import hang_path, log_folder, world_folder
-from hpcrl.system.stacks import ALL_THREADS, new_page, read_stacks
+from hpcrl.system import stacks
+from hpcrl.system.stacks import ALL_THREADS, MAIN_THREAD, new_page, read_stacks
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -43,6 +44,7 @@ def waits_for_a_child():
     if not os.fork(): in_the_child()
     os.wait()
 def in_the_child(): time.sleep(100)
+def begins_native(): native_with_the_lock()
 def computes():
     while True: sum(range(100))
 register_stacks(page)
@@ -57,7 +59,7 @@ class Hanging:
     """A process that executes a function of PROGRAM."""
 
     def __init__(self, function: str, num_threads: int = 0):
-        self.page = new_page()
+        self.page, self.function = new_page(), function
         self.process = subprocess.Popen(
             [sys.executable, "-c", PROGRAM, str(self.page), function, str(num_threads)],
             pass_fds=[self.page],
@@ -67,6 +69,12 @@ class Hanging:
         assert self.process.stdout is not None
         assert self.process.stdout.readline() == b"up\n"
         time.sleep(0.05)
+
+    def await_silence(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Until it is clear that native code holds the lock."""
+        monkeypatch.setattr(stacks, "SILENT_S", 1.0)
+        while not stacks._is_silent(self.process.pid, self.page):
+            time.sleep(0.05)
 
     def end(self) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -89,8 +97,10 @@ def hanging(request: pytest.FixtureRequest) -> Iterator[Hanging]:
     ids=["in Python", "in native code that holds the interpreter lock"],
 )
 def test_the_main_thread_comes_first_and_a_second_request_shows_only_new_stacks(
-    hanging: Hanging, function: str
+    hanging: Hanging, function: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if function == "native_with_the_lock":
+        hanging.await_silence(monkeypatch)
     for _ in range(3):
         found = read_stacks(hanging.process.pid, hanging.page, 20)
         assert found.missing == "" and found.kernel == "runs"
@@ -100,6 +110,34 @@ def test_the_main_thread_comes_first_and_a_second_request_shows_only_new_stacks(
         assert sum("in _beat_forever" in thread for thread in threads[1:]) == 1
         assert len(threads) == 4 and "_bootstrap" not in found.stacks
     assert hanging.process.poll() is None
+
+
+@pytest.mark.parametrize(
+    ("hanging", "sent", "shown"),
+    [
+        (("computes", 2), [], 4),
+        (("native_with_the_lock", 2), [ALL_THREADS], 4),
+        (("begins_native", 2), [MAIN_THREAD], 2),
+        (("waits_for_a_child", 2), [MAIN_THREAD], 2),
+    ],
+    indirect=["hanging"],
+    ids=["computes", "holds the lock", "may hold the lock", "forked"],
+)
+def test_a_signal_reads_other_threads_only_if_none_executes_python(
+    hanging: Hanging, sent: list[int], shown: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """faulthandler would read frames that are freed meanwhile, and crash the process."""
+    pid, page, within_s, kill, signals = hanging.process.pid, hanging.page, 40.0, os.kill, list[int]()
+    if shown == 4 and sent:
+        hanging.await_silence(monkeypatch)
+    elif sent == [MAIN_THREAD]:
+        within_s = 2.0
+        if hanging.function == "waits_for_a_child":
+            [pid] = stacks.children_of(pid)
+    monkeypatch.setattr(os, "kill", lambda pid, number: signals.append(number) or kill(pid, number))
+    found = read_stacks(pid, page, within_s).stacks.split("\n\n")
+    assert signals == sent and len(found) == shown and found[0].startswith("main thread")
+    assert (found[-1] == "further threads are not shown") == (sent == [MAIN_THREAD])
 
 
 @pytest.mark.parametrize("hanging", [("computes", 150)], indirect=True)
@@ -124,7 +162,7 @@ def test_a_stopped_process_and_one_that_has_ended_give_a_reason_instead(hanging:
     assert read_stacks(hanging.process.pid, hanging.page).missing == "the process has ended"
 
 
-@pytest.mark.parametrize("hanging", [("computes",)], indirect=True)
+@pytest.mark.parametrize("hanging", [("native_with_the_lock",)], indirect=True)
 @pytest.mark.parametrize("reaped", [False, True])
 def test_a_process_that_ends_while_it_is_asked_is_not_awaited(
     hanging: Hanging, reaped: bool, monkeypatch: pytest.MonkeyPatch
@@ -136,6 +174,7 @@ def test_a_process_that_ends_while_it_is_asked_is_not_awaited(
         if reaped:
             os.waitpid(pid, 0)
 
+    hanging.await_silence(monkeypatch)
     began = time.monotonic()
     with monkeypatch.context() as patched:
         patched.setattr(os, "kill", ends)
