@@ -3,9 +3,10 @@
 A thread of the process, which needs the interpreter lock, writes the stacks of all threads to a memory page. If it
 cannot, since native code holds the lock, faulthandler does, on a signal: its handler is C code that needs neither the
 lock nor a file system. It may read the frames of another thread only while no thread executes Python code, which could
-free them meanwhile and so crash the process; in doubt it writes only those of the main thread, which it interrupts. It
-does not run in a process that a signal has stopped, or that waits in the kernel without interruption; then only the
-kernel's facts about the process are known.
+free them meanwhile and so crash the process; in doubt it writes only those of the main thread, which it interrupts. A
+thread that waits for the lock wakes 200 times a second: so it differs from one that is stopped or gets no CPU.
+The handler does not run in a process that a signal has stopped, or that waits in the kernel without interruption; then
+only the kernel's facts about the process are known.
 """
 
 from __future__ import annotations
@@ -31,13 +32,15 @@ ALL_THREADS, MAIN_THREAD = signal.SIGRTMIN + 11, signal.SIGRTMIN + 12
 PAGE_NAME = "hpcrl trace"
 STACKS_AT = 4096
 """Offset of the stacks in the page; before them is a rank's activity (hpcrl.messaging.trace)."""
-ANSWERER_AT = 4064
-"""Offset of the number of the request, the number of the last answer, the process whose thread answers, and the
-monotonic time at which it last looked for a request: four numbers of eight bytes."""
-_ANSWERER = struct.Struct("=qqqd")
-_ASKED, _ANSWERED, _PROCESS, _LOOKED = (ANSWERER_AT // 8 + place for place in range(4))
-LOOK_S, SILENT_S = 0.25, 3.0
-"""Seconds between two looks of the thread that answers; without one for SILENT_S, native code holds the lock."""
+ANSWERER_AT = 4056
+"""Offset of the number of the request or 0, the number of the last answer, the process whose thread answers or 0, the
+kernel's number of this thread, and the monotonic time at which it last looked for a request: five numbers of eight
+bytes. Each request has another number, so a late answer to one is not taken for the answer to the next."""
+_ANSWERER = struct.Struct("=qqqqd")
+_ASKED, _ANSWERED, _PROCESS, _THREAD, _LOOKED = (ANSWERER_AT // 8 + place for place in range(5))
+LOOK_S, SILENT_S, WAKES = 0.25, 3.0, 40
+"""Seconds between two looks of the thread that answers. If it has not looked for SILENT_S, and wakes WAKES times while it
+is asked without a look, native code holds the lock."""
 WITHIN_S, CHILD_S, THREAD_SHARE = 1.0, 0.5, 0.7
 """How long a rank, or a process that it started, may take to write its stacks, and the part of this time after which
 its main thread is asked."""
@@ -100,9 +103,9 @@ def read_stacks(pid: int, descriptor: int, within_s: float = WITHIN_S) -> Proces
         return ProcessStack("", "the process has not come as far as to give its stack", kernel)
     end = time.monotonic() + within_s
     os.ftruncate(descriptor, STACKS_AT)
-    text, whole = _ask_thread(pid, descriptor, end - (1 - THREAD_SHARE) * within_s), True
+    (text, is_held), whole = _ask_thread(pid, descriptor, end - (1 - THREAD_SHARE) * within_s), True
     if text is None:
-        number = ALL_THREADS if _is_silent(pid, descriptor) else MAIN_THREAD
+        number = ALL_THREADS if is_held else MAIN_THREAD
         text, whole = _ask(pid, descriptor, number, end)
         if whole and number == ALL_THREADS and text.endswith(TRUNCATED):
             text, whole = _ask(pid, descriptor, MAIN_THREAD, end)
@@ -143,15 +146,27 @@ def read_child_stacks(pid: int) -> list[str]:
 
 
 def _answer_forever(descriptor: int) -> None:
-    with mmap.mmap(descriptor, STACKS_AT) as page, memoryview(page) as raw:
-        numbers, times = raw.cast("q"), raw.cast("d")
-        times[_LOOKED], numbers[_PROCESS] = time.monotonic(), os.getpid()
-        while True:
-            times[_LOOKED] = time.monotonic()
-            if (asked := numbers[_ASKED]) != numbers[_ANSWERED]:
-                os.write(descriptor, _all_threads().encode())
-                numbers[_ANSWERED] = asked
-            time.sleep(LOOK_S)
+    with (
+        mmap.mmap(descriptor, STACKS_AT) as page,
+        memoryview(page) as raw,
+        raw.cast("q") as numbers,
+        raw.cast("d") as times,
+    ):
+        times[_LOOKED], numbers[_THREAD] = time.monotonic(), threading.get_native_id()
+        numbers[_PROCESS] = os.getpid()
+        try:
+            while True:
+                times[_LOOKED] = time.monotonic()
+                if (asked := numbers[_ASKED]) and asked != numbers[_ANSWERED]:
+                    os.write(descriptor, f"{_mark(asked)}{_all_threads()}".encode())
+                    numbers[_ANSWERED] = asked
+                time.sleep(LOOK_S)
+        finally:
+            numbers[_PROCESS] = 0  # its silence then says nothing of the lock
+
+
+def _mark(asked: int) -> str:
+    return f"Answer {asked}\n"
 
 
 def _all_threads() -> str:
@@ -174,23 +189,34 @@ def _calls(frame: FrameType | None) -> str:
     return "".join(lines) + "  ...\n" * (frame is not None)
 
 
-def _ask_thread(pid: int, descriptor: int, end: float) -> str | None:
-    """What the process's thread writes; None if the process has none, or it does not answer."""
+def _ask_thread(pid: int, descriptor: int, end: float) -> tuple[str | None, bool]:
+    """(what the process's thread writes, whether it does not answer since native code holds the lock). The text is None
+    if the process has no such thread, or it does not answer."""
     with mmap.mmap(descriptor, STACKS_AT) as page, memoryview(page) as raw, raw.cast("q") as numbers:
-        if numbers[_PROCESS] != pid or _is_silent(pid, descriptor):
-            return None
-        numbers[_ASKED] = asked = numbers[_ANSWERED] + 1
+        if numbers[_PROCESS] != pid:
+            return None, False
+        woken, is_held = _wakes(numbers[_THREAD]), False
+        numbers[_ASKED] = asked = time.monotonic_ns()
         while numbers[_ANSWERED] != asked:
-            if time.monotonic() > end or _has_ended(_status(pid)):
-                numbers[_ASKED] = numbers[_ANSWERED]
-                return None
+            # A process that was stopped, suspended or starved is silent, too, but its thread has not waited.
+            is_held = _wakes(numbers[_THREAD]) - woken >= WAKES and _is_silent(pid, descriptor)
+            if is_held or time.monotonic() > end or _has_ended(_status(pid)):
+                numbers[_ASKED] = 0
+                return None, is_held
             time.sleep(POLL_S)
-    return os.pread(descriptor, MAX_BYTES, STACKS_AT).decode(errors="replace").strip("\n")
+    text = os.pread(descriptor, MAX_BYTES, STACKS_AT).decode(errors="replace")
+    _, found, answer = text.rpartition(_mark(asked))  # before it may be a late answer to another request
+    return (answer.strip("\n") if found else None), False
+
+
+def _wakes(thread: int) -> int:
+    """How often a thread of any process has begun to wait."""
+    return int(_status(thread).get("voluntary_ctxt_switches", "0"))
 
 
 def _is_silent(pid: int, descriptor: int) -> bool:
     """Whether the process has a thread that answers, and has not executed Python code in it for SILENT_S."""
-    _, _, process, looked = _ANSWERER.unpack(os.pread(descriptor, _ANSWERER.size, ANSWERER_AT))
+    _, _, process, _, looked = _ANSWERER.unpack(os.pread(descriptor, _ANSWERER.size, ANSWERER_AT))
     return bool(process == pid and time.monotonic() - looked > SILENT_S)
 
 

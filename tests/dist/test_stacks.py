@@ -140,6 +140,38 @@ def test_a_signal_reads_other_threads_only_if_none_executes_python(
     assert (found[-1] == "further threads are not shown") == (sent == [MAIN_THREAD])
 
 
+@pytest.mark.parametrize("hanging", [("computes",)], indirect=True)
+def test_a_process_that_was_stopped_longer_than_it_may_be_silent_gets_no_signal(
+    hanging: Hanging, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor one that a suspended job, or a lack of CPUs, has kept from running."""
+    os.kill(hanging.process.pid, signal.SIGSTOP)
+    hanging.await_silence(monkeypatch)
+    os.kill(hanging.process.pid, signal.SIGCONT)
+    kill, signals = os.kill, list[int]()
+    monkeypatch.setattr(os, "kill", lambda pid, number: signals.append(number) or kill(pid, number))
+    while (found := read_stacks(hanging.process.pid, hanging.page, 20)).missing == "the process is stopped by a signal":
+        time.sleep(0.01)
+    assert "in computes" in found.stacks and signals == []
+
+
+@pytest.mark.parametrize("hanging", [("computes",)], indirect=True)
+def test_a_late_answer_is_not_taken_for_the_answer_to_the_next_request(
+    hanging: Hanging, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = list[int]()
+    mark = stacks._mark
+    monkeypatch.setattr(stacks, "_mark", lambda number: asked.append(number) or mark(number))
+    for _ in range(2):
+        read_stacks(hanging.process.pid, hanging.page, 20)
+    assert asked[0] < asked[1]
+    os.ftruncate(hanging.page, stacks.STACKS_AT)
+    os.pwrite(hanging.page, f"{mark(7)}Current thread 0x1 (most recent call first):\n  late".encode(), stacks.STACKS_AT)
+    monkeypatch.setattr(os, "ftruncate", lambda *_: None)  # as if the late answer came after it
+    found = read_stacks(hanging.process.pid, hanging.page, 20).stacks
+    assert found.count("main thread") == 1 and "in computes" in found and "late" not in found
+
+
 @pytest.mark.parametrize("hanging", [("computes", 150)], indirect=True)
 def test_the_main_thread_is_shown_among_more_threads_than_faulthandler_writes(hanging: Hanging) -> None:
     threads = read_stacks(hanging.process.pid, hanging.page, 20).stacks.split("\n\n")
