@@ -184,9 +184,15 @@ def _all_threads() -> str:
 def _calls(frame: FrameType | None) -> str:
     lines: list[str] = []
     while frame is not None and len(lines) < MAX_FRAMES:
-        lines.append(f'  File "{frame.f_code.co_filename}", line {frame.f_lineno} in {frame.f_code.co_name}\n')
+        file, function = _printable(frame.f_code.co_filename), _printable(frame.f_code.co_name)
+        lines.append(f'  File "{file}", line {frame.f_lineno} in {function}\n')
         frame = frame.f_back
     return "".join(lines) + "  ...\n" * (frame is not None)
+
+
+def _printable(name: str) -> str:
+    """A name from user code: without line ends, which would look like another thread, and bytes that are no UTF-8."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in name)
 
 
 def _ask_thread(pid: int, descriptor: int, end: float) -> tuple[str | None, bool]:

@@ -47,6 +47,9 @@ def in_the_child(): time.sleep(100)
 def begins_native(): native_with_the_lock()
 def computes():
     while True: sum(range(100))
+def has_strange_names():
+    name = "named\\nCurrent thread 0x1 (most recent call first):\\n"
+    exec(computes.__code__.replace(co_name=name, co_filename="/\\udcff.py"))
 register_stacks(page)
 Trace(page).enter("UpdateWeights", 41)
 for _ in range(int(sys.argv[3])): threading.Thread(target=a_worker, daemon=True).start()
@@ -170,6 +173,14 @@ def test_a_late_answer_is_not_taken_for_the_answer_to_the_next_request(
     monkeypatch.setattr(os, "ftruncate", lambda *_: None)  # as if the late answer came after it
     found = read_stacks(hanging.process.pid, hanging.page, 20).stacks
     assert found.count("main thread") == 1 and "in computes" in found and "late" not in found
+
+
+@pytest.mark.parametrize("hanging", [("has_strange_names",)], indirect=True)
+def test_names_of_user_code_are_escaped_and_do_not_end_the_thread_that_answers(hanging: Hanging) -> None:
+    for _ in range(2):
+        threads = read_stacks(hanging.process.pid, hanging.page, 20).stacks.split("\n\n")
+        assert [thread.split()[0] for thread in threads] == ["main", "thread"], threads
+        assert r'File "/\udcff.py"' in threads[0] and r"in named\nCurrent thread 0x1" in threads[0]
 
 
 @pytest.mark.parametrize("hanging", [("computes", 150)], indirect=True)
