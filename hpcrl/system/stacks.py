@@ -110,11 +110,11 @@ def read_stacks(pid: int, descriptor: int, within_s: float = WITHIN_S) -> Proces
         if whole and number == ALL_THREADS and text.endswith(TRUNCATED):
             text, whole = _ask(pid, descriptor, MAIN_THREAD, end)
     kernel = _kernel(pid)
-    if not text and _has_ended(_status(pid)):
+    if stacks := _in_order(text):
+        return ProcessStack(stacks, "" if whole else "the stack may be incomplete", kernel)
+    if _has_ended(_status(pid)):
         return ProcessStack("", "the process has ended", kernel)
-    if not text:
-        return ProcessStack("", f"the process gave none within {within_s:g} s: it {kernel}", kernel)
-    return ProcessStack(_in_order(text), "" if whole else "the stack may be incomplete", kernel)
+    return ProcessStack("", f"the process gave none within {within_s:g} s: it {kernel}", kernel)
 
 
 def children_of(pid: int) -> list[int]:
@@ -243,17 +243,17 @@ def _ask(pid: int, descriptor: int, number: int, end: float) -> tuple[str, bool]
 
 
 def _in_order(text: str) -> str:
-    """faulthandler's text with the main thread first, each thread after a blank line."""
+    """faulthandler's text with the main thread first, each thread after a blank line; empty without a whole head."""
     heads = list(THREAD.finditer(text))
     threads = []
-    for head, following in zip(heads, [*heads[1:], None], strict=True):
-        frames = BOOTSTRAP.sub("", text[head.end() : following.start() if following else len(text)]).rstrip(".\n")
+    for head, end in zip(heads, [*(head.start() for head in heads[1:]), len(text)], strict=False):
+        frames = BOOTSTRAP.sub("", text[head.end() : end]).rstrip(".\n")
         if f" in {_answer_forever.__name__}\n" in frames:
             continue
         is_main = head[1] != "Thread"
         name = "main thread" if is_main else f"thread {head[2]}"
         threads.append((not is_main, f"{name} (most recent call first):\n{frames}"))
-    if text.endswith(TRUNCATED) or any(head[1] == "Stack" for head in heads):
+    if (threads and text.endswith(TRUNCATED)) or any(head[1] == "Stack" for head in heads):
         threads.append((True, "further threads are not shown"))
     return "\n\n".join(shown for _, shown in sorted(threads, key=lambda thread: thread[0]))
 

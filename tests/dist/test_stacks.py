@@ -175,6 +175,18 @@ def test_a_late_answer_is_not_taken_for_the_answer_to_the_next_request(
     assert found.count("main thread") == 1 and "in computes" in found and "late" not in found
 
 
+def test_a_process_that_has_written_less_than_a_thread_gives_no_stack(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A starved process may have come no further in its time."""
+    for begun in ("", "Thr", "Thread 0x00007f0", "Current thread 0x00007f01 (most recent call first):"):
+        monkeypatch.setattr(stacks, "_ask_thread", lambda *_: (None, True))
+        monkeypatch.setattr(stacks, "_ask", lambda *_, begun=begun: (begun, False))
+        monkeypatch.setattr(stacks, "_has", lambda *_: True)
+        page = new_page()
+        found = read_stacks(os.getpid(), page, 0.5)
+        os.close(page)
+        assert found.stacks == "" and found.missing.startswith("the process gave none within 0.5 s: it runs"), begun
+
+
 @pytest.mark.parametrize("hanging", [("has_strange_names",)], indirect=True)
 def test_names_of_user_code_are_escaped_and_do_not_end_the_thread_that_answers(hanging: Hanging) -> None:
     for _ in range(2):
