@@ -22,6 +22,8 @@ import struct
 import sys
 import threading
 import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
@@ -41,9 +43,9 @@ _ASKED, _ANSWERED, _PROCESS, _THREAD, _LOOKED = (ANSWERER_AT // 8 + place for pl
 LOOK_S, SILENT_S, WAKES = 0.25, 3.0, 40
 """Seconds between two looks of the thread that answers. If it has not looked for SILENT_S, and wakes WAKES times while it
 is asked without a look, native code holds the lock."""
-WITHIN_S, CHILD_S, THREAD_SHARE = 1.0, 0.5, 0.7
-"""How long a rank, or a process that it started, may take to write its stacks, and the part of this time after which
-its main thread is asked."""
+WITHIN_S, CHILD_S, CHILDREN_S, THREAD_SHARE = 1.0, 0.5, 1.0, 0.7
+"""How long a rank, a process that it started, or all of these may take to write their stacks, and the part of this time
+after which a main thread is asked."""
 MAX_CHILDREN, MAX_BYTES = 16, 1 << 20
 MAX_THREADS, MAX_FRAMES = 100, 100  # faulthandler's limits
 POLL_S = 0.01
@@ -129,20 +131,35 @@ def children_of(pid: int) -> list[int]:
 
 
 def read_child_stacks(pid: int) -> list[str]:
-    """Name, state and stacks of each process that a process has started, of at most MAX_CHILDREN."""
-    children, told = children_of(pid), []
-    for child in children[:MAX_CHILDREN]:
-        name, page = _status(child).get("Name", "ended"), page_of(child)
-        found = ProcessStack("", "", _kernel(child))
-        with contextlib.suppress(OSError):
-            if page is not None:
-                descriptor = os.open(page, os.O_RDWR)
-                try:
-                    found = read_stacks(child, descriptor, CHILD_S)
-                finally:
-                    os.close(descriptor)
-        told.append(f"child process {child} ({name}): {found.kernel}" + f"\n{found.stacks}" * bool(found.stacks))
+    """Name, state and stacks of each process that a process has started, of at most MAX_CHILDREN; after CHILDREN_S
+    without stacks."""
+    children, told, end = children_of(pid), [], time.monotonic() + CHILDREN_S
+    shown = children[:MAX_CHILDREN]
+    with contextlib.ExitStack() as opened, ThreadPoolExecutor(MAX_CHILDREN) as pool:
+        pages: dict[int, dict[int, int]] = {}  # inode -> process -> descriptor: forked processes share a page
+        for child in shown:
+            with contextlib.suppress(OSError):
+                if (path := page_of(child)) is not None:
+                    descriptor = os.open(path, os.O_RDWR)
+                    opened.callback(os.close, descriptor)
+                    pages.setdefault(os.fstat(descriptor).st_ino, {})[child] = descriptor
+        groups = pool.map(lambda group: _read_in_turn(group, end), pages.values())
+        found = {child: one for group in groups for child, one in group.items()}
+    for child in shown:
+        one = found.get(child) or ProcessStack("", "", _kernel(child))
+        name = _status(child).get("Name", "ended")
+        told.append(f"child process {child} ({name}): {one.kernel}" + f"\n{one.stacks}" * bool(one.stacks))
     return [*told, *([f"and {len(children) - MAX_CHILDREN} more"] * (len(children) > MAX_CHILDREN))]
+
+
+def _read_in_turn(pages: Mapping[int, int], end: float) -> dict[int, ProcessStack]:
+    """The stacks of processes, each with a descriptor of the page that they share, as far as the time suffices."""
+    found = {}
+    for child, descriptor in pages.items():
+        if (left := end - time.monotonic()) > 0:
+            with contextlib.suppress(OSError):
+                found[child] = read_stacks(child, descriptor, min(CHILD_S, left))
+    return found
 
 
 def _answer_forever(descriptor: int) -> None:

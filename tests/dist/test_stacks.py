@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,16 +21,18 @@ from hpcrl.node.stack_requests import (
     ANSWERS,
     KILLED,
     REQUEST,
+    LocalRank,
     RankStack,
     StackAnswers,
     answer_path,
+    ask_ranks,
     prepare_requests,
     read_answers,
     request_stacks,
 )
 from hpcrl.run_folder import hang_path, log_folder, world_folder
 from hpcrl.system import stacks
-from hpcrl.system.stacks import ALL_THREADS, MAIN_THREAD, new_page, read_stacks
+from hpcrl.system.stacks import ALL_THREADS, MAIN_THREAD, ProcessStack, new_page, read_stacks
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -261,6 +264,41 @@ def test_stacks_of_child_processes_follow(hanging: Hanging) -> None:
     assert "in waits_for_a_child" in own.split("\n\n")[0] and "in in_the_child" not in own
     assert "in in_the_child" in child and child.split()[1].startswith("(python")
     assert (found.rank, found.doing, found.process) == (3, "UpdateWeights #41", hanging.process.pid)
+
+
+@pytest.mark.parametrize("shares", [False, True], ids=["own pages", "a shared page"])
+def test_many_child_processes_that_do_not_answer_take_no_longer_than_two(
+    shares: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pages = [new_page()] * 16 if shares else [new_page() for _ in range(16)]
+    given = list[float]()
+
+    def gives_at_the_end(pid: int, descriptor: int, within_s: float) -> ProcessStack:
+        given.append(within_s)
+        time.sleep(within_s)
+        return ProcessStack("main thread", "", "sleeps")
+
+    monkeypatch.setattr(stacks, "children_of", lambda pid: list(range(16)))
+    monkeypatch.setattr(stacks, "page_of", lambda child: Path(f"/proc/self/fd/{pages[child]}"))
+    monkeypatch.setattr(stacks, "read_stacks", gives_at_the_end)
+    told = stacks.read_child_stacks(os.getpid())
+    assert len(told) == 16 and sum("main thread" in one for one in told) == len(given)
+    assert sum(given) <= stacks.CHILDREN_S if shares else len(given) == 16
+    for page in set(pages):
+        os.close(page)
+
+
+def test_ranks_of_a_host_are_asked_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each may take seconds, and the report of a hang has five."""
+    together = threading.Barrier(8, timeout=20)
+
+    def look(self: LocalRank, rank: int) -> RankStack:
+        together.wait()
+        return of(rank, "")
+
+    monkeypatch.setattr(LocalRank, "look", look)
+    found = ask_ranks({rank: LocalRank(rank, Path("/dev/null")) for rank in range(8)})
+    assert [one.rank for one in found.values()] == list(found) == list(range(8))
 
 
 class Attempt:
