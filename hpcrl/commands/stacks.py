@@ -25,7 +25,7 @@ from hpcrl.commands.status import RunFolder, find_job, find_run, state
 from hpcrl.config import Config, ConfigError
 from hpcrl.node.hang_report import as_ranges, describe
 from hpcrl.node.preflight import read_reports
-from hpcrl.node.stack_requests import RankStack, find_ranks, read_answers, request_stacks
+from hpcrl.node.stack_requests import RankStack, ask_ranks, find_ranks, read_answers, request_stacks
 from hpcrl.run_folder import hang_path, world_folder
 from hpcrl.system.cli import ArgumentParser, in_shell, show, use_utf8
 from hpcrl.system.exit_codes import ExitCode
@@ -70,7 +70,7 @@ def _show(run_dir: Path, words: str | None, wait_s: float, local: bool) -> int:
         there = {rank: process for rank, process in find_ranks(run_dir).items() if rank in ranks}
         if not there:
             raise ConfigError([f"{run_dir}: none of its ranks runs on this machine as a process of this user"])
-        found = {rank: process.look(rank) for rank, process in there.items()}
+        found = ask_ranks(there)
         ranks = ranks if words else list(found)
     else:
         now = state(run, find_job(run))

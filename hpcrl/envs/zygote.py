@@ -51,7 +51,7 @@ def main() -> None:
     die_with(int(sys.argv[1]))
     adopt_orphans()
     let_signals_pass()
-    register_stacks(new_page())
+    register_stacks(new_page(), forks=True)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps ended children
     control = socket.socket(fileno=int(sys.argv[2]))
     config, section = EnvConfig.model_validate_json(read(control)), read(control).decode()

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from hpcrl.messaging.trace import UnansweredCommand
-from hpcrl.node.stack_requests import RankStack, find_ranks, read_answers, request_stacks
+from hpcrl.node.stack_requests import RankStack, ask_ranks, find_ranks, read_answers, request_stacks
 from hpcrl.run_folder import hang_path
 from hpcrl.system.files import write_durably
 
@@ -200,7 +200,7 @@ def _from_agents(run_dir: Path, attempt: int, num_ranks: int, end: float) -> dic
 
 
 def _from_this_host(run_dir: Path) -> dict[int, RankStack]:
-    return {rank: process.look(rank) for rank, process in find_ranks(run_dir).items()}
+    return ask_ranks(find_ranks(run_dir))
 
 
 def _compose(

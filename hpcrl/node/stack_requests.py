@@ -3,7 +3,7 @@
     world/attempt_NNNN/stacks.json                    the newest request, which the attempt's agents read once a second
     logs/attempt_NNNN/stacks/REQUEST/rank_NNNN.txt    the answer about a rank, from its node's agent
 
-Agents accept a request only from a regular file that belongs to their user. Without agents, find_ranks() asks the ranks
+Agents accept a request only from a regular file that belongs to their user. Without agents, ask_ranks() asks the ranks
 of this host.
 """
 
@@ -39,7 +39,7 @@ REQUEST, ANSWERS = "stacks.json", "stacks"
 KILLED = "killed"
 """Instead of a request: the stacks that ranks had when their agent killed them."""
 POLL_S = 1.0
-LOCK_S = 2.0  # an answer to a request takes half of this
+LOCK_S = 4.0  # an answer to a request takes half of this
 MAX_BYTES, MAX_PARALLEL = 1 << 16, 32
 ID = re.compile(r"\d{8}T\d{6}-[0-9a-f]{8}")
 
@@ -270,6 +270,12 @@ class LocalRank(NamedTuple):
             return RankStack.of(rank, self.pid, page)
         finally:
             os.close(page)
+
+
+def ask_ranks(processes: Mapping[int, LocalRank]) -> dict[int, RankStack]:
+    """The answers of ranks of this host, without an agent, all at the same time."""
+    with ThreadPoolExecutor(MAX_PARALLEL) as pool:
+        return dict(zip(processes, pool.map(lambda rank: processes[rank].look(rank), processes), strict=True))
 
 
 def find_ranks(run_dir: Path) -> dict[int, LocalRank]:

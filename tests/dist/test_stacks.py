@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,15 +21,18 @@ from hpcrl.node.stack_requests import (
     ANSWERS,
     KILLED,
     REQUEST,
+    LocalRank,
     RankStack,
     StackAnswers,
     answer_path,
+    ask_ranks,
     prepare_requests,
     read_answers,
     request_stacks,
 )
 from hpcrl.run_folder import hang_path, log_folder, world_folder
-from hpcrl.system.stacks import ALL_THREADS, new_page, read_stacks
+from hpcrl.system import stacks
+from hpcrl.system.stacks import ALL_THREADS, MAIN_THREAD, ProcessStack, new_page, read_stacks
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -43,8 +47,12 @@ def waits_for_a_child():
     if not os.fork(): in_the_child()
     os.wait()
 def in_the_child(): time.sleep(100)
+def begins_native(): native_with_the_lock()
 def computes():
     while True: sum(range(100))
+def has_strange_names():
+    name = "named\\nCurrent thread 0x1 (most recent call first):\\n"
+    exec(computes.__code__.replace(co_name=name, co_filename="/\\udcff.py"))
 register_stacks(page)
 Trace(page).enter("UpdateWeights", 41)
 for _ in range(int(sys.argv[3])): threading.Thread(target=a_worker, daemon=True).start()
@@ -57,7 +65,7 @@ class Hanging:
     """A process that executes a function of PROGRAM."""
 
     def __init__(self, function: str, num_threads: int = 0):
-        self.page = new_page()
+        self.page, self.function = new_page(), function
         self.process = subprocess.Popen(
             [sys.executable, "-c", PROGRAM, str(self.page), function, str(num_threads)],
             pass_fds=[self.page],
@@ -67,6 +75,12 @@ class Hanging:
         assert self.process.stdout is not None
         assert self.process.stdout.readline() == b"up\n"
         time.sleep(0.05)
+
+    def await_silence(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Until it is clear that native code holds the lock."""
+        monkeypatch.setattr(stacks, "SILENT_S", 1.0)
+        while not stacks._is_silent(self.process.pid, self.page):
+            time.sleep(0.05)
 
     def end(self) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -89,8 +103,10 @@ def hanging(request: pytest.FixtureRequest) -> Iterator[Hanging]:
     ids=["in Python", "in native code that holds the interpreter lock"],
 )
 def test_the_main_thread_comes_first_and_a_second_request_shows_only_new_stacks(
-    hanging: Hanging, function: str
+    hanging: Hanging, function: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if function == "native_with_the_lock":
+        hanging.await_silence(monkeypatch)
     for _ in range(3):
         found = read_stacks(hanging.process.pid, hanging.page, 20)
         assert found.missing == "" and found.kernel == "runs"
@@ -100,6 +116,86 @@ def test_the_main_thread_comes_first_and_a_second_request_shows_only_new_stacks(
         assert sum("in _beat_forever" in thread for thread in threads[1:]) == 1
         assert len(threads) == 4 and "_bootstrap" not in found.stacks
     assert hanging.process.poll() is None
+
+
+@pytest.mark.parametrize(
+    ("hanging", "sent", "shown"),
+    [
+        (("computes", 2), [], 4),
+        (("native_with_the_lock", 2), [ALL_THREADS], 4),
+        (("begins_native", 2), [MAIN_THREAD], 2),
+        (("waits_for_a_child", 2), [MAIN_THREAD], 2),
+    ],
+    indirect=["hanging"],
+    ids=["computes", "holds the lock", "may hold the lock", "forked"],
+)
+def test_a_signal_reads_other_threads_only_if_none_executes_python(
+    hanging: Hanging, sent: list[int], shown: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """faulthandler would read frames that are freed meanwhile, and crash the process."""
+    pid, page, within_s, kill, signals = hanging.process.pid, hanging.page, 40.0, os.kill, list[int]()
+    if shown == 4 and sent:
+        hanging.await_silence(monkeypatch)
+    elif sent == [MAIN_THREAD]:
+        within_s = 2.0
+        if hanging.function == "waits_for_a_child":
+            [pid] = stacks.children_of(pid)
+    monkeypatch.setattr(os, "kill", lambda pid, number: signals.append(number) or kill(pid, number))
+    found = read_stacks(pid, page, within_s).stacks.split("\n\n")
+    assert signals == sent and len(found) == shown and found[0].startswith("main thread")
+    assert (found[-1] == "further threads are not shown") == (sent == [MAIN_THREAD])
+
+
+@pytest.mark.parametrize("hanging", [("computes",)], indirect=True)
+def test_a_process_that_was_stopped_longer_than_it_may_be_silent_gets_no_signal(
+    hanging: Hanging, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor one that a suspended job, or a lack of CPUs, has kept from running."""
+    os.kill(hanging.process.pid, signal.SIGSTOP)
+    hanging.await_silence(monkeypatch)
+    os.kill(hanging.process.pid, signal.SIGCONT)
+    kill, signals = os.kill, list[int]()
+    monkeypatch.setattr(os, "kill", lambda pid, number: signals.append(number) or kill(pid, number))
+    while (found := read_stacks(hanging.process.pid, hanging.page, 20)).missing == "the process is stopped by a signal":
+        time.sleep(0.01)
+    assert "in computes" in found.stacks and signals == []
+
+
+@pytest.mark.parametrize("hanging", [("computes",)], indirect=True)
+def test_a_late_answer_is_not_taken_for_the_answer_to_the_next_request(
+    hanging: Hanging, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = list[int]()
+    mark = stacks._mark
+    monkeypatch.setattr(stacks, "_mark", lambda number: asked.append(number) or mark(number))
+    for _ in range(2):
+        read_stacks(hanging.process.pid, hanging.page, 20)
+    assert asked[0] < asked[1]
+    os.ftruncate(hanging.page, stacks.STACKS_AT)
+    os.pwrite(hanging.page, f"{mark(7)}Current thread 0x1 (most recent call first):\n  late".encode(), stacks.STACKS_AT)
+    monkeypatch.setattr(os, "ftruncate", lambda *_: None)  # as if the late answer came after it
+    found = read_stacks(hanging.process.pid, hanging.page, 20).stacks
+    assert found.count("main thread") == 1 and "in computes" in found and "late" not in found
+
+
+def test_a_process_that_has_written_less_than_a_thread_gives_no_stack(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A starved process may have come no further in its time."""
+    for begun in ("", "Thr", "Thread 0x00007f0", "Current thread 0x00007f01 (most recent call first):"):
+        monkeypatch.setattr(stacks, "_ask_thread", lambda *_: (None, True))
+        monkeypatch.setattr(stacks, "_ask", lambda *_, begun=begun: (begun, False))
+        monkeypatch.setattr(stacks, "_has", lambda *_: True)
+        page = new_page()
+        found = read_stacks(os.getpid(), page, 0.5)
+        os.close(page)
+        assert found.stacks == "" and found.missing.startswith("the process gave none within 0.5 s: it runs"), begun
+
+
+@pytest.mark.parametrize("hanging", [("has_strange_names",)], indirect=True)
+def test_names_of_user_code_are_escaped_and_do_not_end_the_thread_that_answers(hanging: Hanging) -> None:
+    for _ in range(2):
+        threads = read_stacks(hanging.process.pid, hanging.page, 20).stacks.split("\n\n")
+        assert [thread.split()[0] for thread in threads] == ["main", "thread"], threads
+        assert r'File "/\udcff.py"' in threads[0] and r"in named\nCurrent thread 0x1" in threads[0]
 
 
 @pytest.mark.parametrize("hanging", [("computes", 150)], indirect=True)
@@ -124,7 +220,7 @@ def test_a_stopped_process_and_one_that_has_ended_give_a_reason_instead(hanging:
     assert read_stacks(hanging.process.pid, hanging.page).missing == "the process has ended"
 
 
-@pytest.mark.parametrize("hanging", [("computes",)], indirect=True)
+@pytest.mark.parametrize("hanging", [("native_with_the_lock",)], indirect=True)
 @pytest.mark.parametrize("reaped", [False, True])
 def test_a_process_that_ends_while_it_is_asked_is_not_awaited(
     hanging: Hanging, reaped: bool, monkeypatch: pytest.MonkeyPatch
@@ -136,6 +232,7 @@ def test_a_process_that_ends_while_it_is_asked_is_not_awaited(
         if reaped:
             os.waitpid(pid, 0)
 
+    hanging.await_silence(monkeypatch)
     began = time.monotonic()
     with monkeypatch.context() as patched:
         patched.setattr(os, "kill", ends)
@@ -167,6 +264,41 @@ def test_stacks_of_child_processes_follow(hanging: Hanging) -> None:
     assert "in waits_for_a_child" in own.split("\n\n")[0] and "in in_the_child" not in own
     assert "in in_the_child" in child and child.split()[1].startswith("(python")
     assert (found.rank, found.doing, found.process) == (3, "UpdateWeights #41", hanging.process.pid)
+
+
+@pytest.mark.parametrize("shares", [False, True], ids=["own pages", "a shared page"])
+def test_many_child_processes_that_do_not_answer_take_no_longer_than_two(
+    shares: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pages = [new_page()] * 16 if shares else [new_page() for _ in range(16)]
+    given = list[float]()
+
+    def gives_at_the_end(pid: int, descriptor: int, within_s: float) -> ProcessStack:
+        given.append(within_s)
+        time.sleep(within_s)
+        return ProcessStack("main thread", "", "sleeps")
+
+    monkeypatch.setattr(stacks, "children_of", lambda pid: list(range(16)))
+    monkeypatch.setattr(stacks, "page_of", lambda child: Path(f"/proc/self/fd/{pages[child]}"))
+    monkeypatch.setattr(stacks, "read_stacks", gives_at_the_end)
+    told = stacks.read_child_stacks(os.getpid())
+    assert len(told) == 16 and sum("main thread" in one for one in told) == len(given)
+    assert sum(given) <= stacks.CHILDREN_S if shares else len(given) == 16
+    for page in set(pages):
+        os.close(page)
+
+
+def test_ranks_of_a_host_are_asked_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each may take seconds, and the report of a hang has five."""
+    together = threading.Barrier(8, timeout=20)
+
+    def look(self: LocalRank, rank: int) -> RankStack:
+        together.wait()
+        return of(rank, "")
+
+    monkeypatch.setattr(LocalRank, "look", look)
+    found = ask_ranks({rank: LocalRank(rank, Path("/dev/null")) for rank in range(8)})
+    assert [one.rank for one in found.values()] == list(found) == list(range(8))
 
 
 class Attempt:
