@@ -41,8 +41,8 @@ bytes. Each request has another number, so a late answer to one is not taken for
 _ANSWERER = struct.Struct("=qqqqd")
 _ASKED, _ANSWERED, _PROCESS, _THREAD, _LOOKED = (ANSWERER_AT // 8 + place for place in range(5))
 LOOK_S, SILENT_S, WAKES = 0.25, 3.0, 40
-"""Seconds between two looks of the thread that answers. If it has not looked for SILENT_S, and wakes WAKES times while it
-is asked without a look, native code holds the lock."""
+"""Seconds between two looks of the thread that answers. If it has not looked for SILENT_S, and wakes WAKES times while
+it is asked without a look, native code holds the lock."""
 WITHIN_S, CHILD_S, CHILDREN_S, THREAD_SHARE = 1.0, 0.5, 1.0, 0.7
 """How long a rank, a process that it started, or all of these may take to write their stacks, and the part of this time
 after which a main thread is asked."""
