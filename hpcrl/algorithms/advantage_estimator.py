@@ -5,7 +5,7 @@ token rewards = clip(normalised reward) on the last model token - kl_reward_coef
                 optionally whitened
 returns       = discounted sums of token rewards over the model tokens of a row
 advantages    = returns, optionally whitened, then clipped; 0 at the tokens of an expert's turns, which carry returns
-                on but have no part in whitening and KL
+                on but have no part in the whitening of advantages and in the KL
 """
 
 from __future__ import annotations

@@ -21,13 +21,13 @@ class StoredSample:
 
     Args:
         prompt: The contents of the messages before the first answer, with blank lines between them.
-        response: The contents of the model's answers, in the same form.
+        response: The contents of the answers of the model and an expert (imitation.expert_turns), in the same form.
         messages: Prompt, turns and messages of the environment or tools in chat form; an image is `<image>`.
         domain: Empty if the step's file of outcomes does not have it.
         prompt_id: Equal for all samples of a group; `member` is the sample's number in the group.
         finish_reason: stop, length or abort.
         num_tokens: Tokens that the model wrote.
-        token_ids: int64 [tokens], with the prompt; `written` bool [tokens]: by the model.
+        token_ids: int64 [tokens], with the prompt; `written` bool [tokens]: by the model, not by an expert.
         logprobs: float32 [tokens], the generator's; 0 where not written by the model.
         metrics: Parts of the reward and metrics of the environment, by name.
     """
@@ -66,7 +66,7 @@ def read_samples(run_dir: Path, step: int | None) -> Iterator[StoredSample]:
 def _samples(rollouts: StepRollouts, domains: Mapping[int, str]) -> Iterator[StoredSample]:
     batch = rollouts.batch
     starts, turns = batch.cu_seqlens.tolist(), batch.cu_turns.tolist()
-    written = batch.loss_mask.numpy().astype(bool)
+    written = (batch.loss_mask & (batch.versions >= 0)).numpy().astype(bool)  # others are an expert's
     ids, logprobs = batch.token_ids.numpy(), batch.gen_logprobs.numpy()
     for row, sample_id in enumerate(batch.sample_ids.tolist()):
         place = slice(starts[row], starts[row + 1])

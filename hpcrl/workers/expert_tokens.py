@@ -41,8 +41,8 @@ class ExpertTokens:
 
 
 def _around(tokenizer: Any, end: str) -> tuple[str, str | None, str]:
-    """A prompt, and what the chat template writes after it before an answer, None if it rewrites the prompt, and
-    between the answer and `end`."""
+    """A prompt; what the chat template writes between it and an answer, None if it rewrites the prompt; and what it
+    writes between the answer and `end`."""
     if not getattr(tokenizer, "chat_template", None):
         return "", "", ""
     asked, answer = {"role": "user", "content": "0"}, {"role": "assistant", "content": CONTENT}

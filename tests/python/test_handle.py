@@ -183,14 +183,15 @@ def test_checkpoints_tell_whether_their_files_are_those_committed(folder: Path) 
     assert run.checkpoints()[0].problem == "weights is missing" and checked[0].path == root / step_name(2)
 
 
-def rollouts(folder: Path, step: int, rank: int = 0, num_ranks: int = 1) -> None:
-    """Two samples of a prompt of 2 tokens, answered in two turns and in one."""
+def rollouts(folder: Path, step: int, rank: int = 0, num_ranks: int = 1, last_version: int = 0) -> None:
+    """Two samples of a prompt of 2 tokens, answered in two turns and in one. `last_version`: of the first one's last
+    turn, -1 for an expert's."""
     written = [0, 0, 1, 0, 1, 1, 0, 0, 1]
     turns = [-1, -1, 0, 0, 1, 1, -1, -1, 0]
     batch = Batch(torch.tensor([0, 6, 9]))
     batch.columns |= {
         "token_ids": torch.arange(9), "loss_mask": torch.tensor(written, dtype=torch.bool),
-        "gen_logprobs": -torch.ones(9), "versions": torch.zeros(9, dtype=torch.int32),
+        "gen_logprobs": -torch.ones(9), "versions": torch.tensor([0] * 4 + [last_version] * 2 + [0] * 3).int(),
         "turn_ids": torch.tensor(turns, dtype=torch.int32), "status": torch.tensor([0, 1], dtype=torch.int8),
         "rewards": torch.tensor([1.0, -0.5]), "scores": torch.tensor([1.0, 0.0]),
         "position_ids": torch.tensor([0, 1, 2, 3, 4, 5, 0, 1, 2]), "group_ids": torch.tensor([3, 3]),
@@ -219,6 +220,13 @@ def test_samples_have_prompt_response_and_reward(folder: Path) -> None:
     assert (first.finish_reason, second.finish_reason) == ("stop", "length") and first.metrics == {"part": 2.0}
     assert (first.num_tokens, second.num_tokens) == (3, 1) and second.token_ids.tolist() == [6, 7, 8]
     assert first.logprobs.tolist() == [0, 0, -1, 0, -1, -1]
+
+
+def test_an_experts_tokens_are_not_the_models(folder: Path) -> None:
+    rollouts(folder, 1, last_version=-1)
+    first, _ = hpcrl.Run(folder).samples()
+    assert first.written.tolist() == [False, False, True, False, False, False] and first.num_tokens == 1
+    assert first.logprobs.tolist() == [0, 0, -1, 0, 0, 0] and first.response == "a\n\n<script>b"
 
 
 def test_a_step_that_is_being_written_is_skipped_unless_asked_for(folder: Path) -> None:
