@@ -146,7 +146,8 @@ def test_a_reward_model_that_takes_images_is_not_served(tmp_path: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"id2label": {"0": "LABEL_0"}}))
     with pytest.raises(ConfigError) as caught:
-        prepare(["+experiment=demo", "dry_run=true", "reward.default.name=reward_model", f"reward_model.path={folder}"])
+        run = ["+experiment=demo", f"run_dir={tmp_path / 'run'}", "dry_run=true"]  # not the folder of make demo
+        prepare([*run, "reward.default.name=reward_model", f"reward_model.path={folder}"])
     lines = [line for line in caught.value.problems if line.startswith("reward_model.path")]
     text = "is a reward model that takes images, and the role reward_model scores texts only; give a text model, or let"
     assert len(lines) == 1 and lines[0].startswith(
