@@ -47,7 +47,8 @@ def test_a_run_whose_server_dies_ends_as_the_run_of_the_same_teacher_in_a_folder
 
     server = TeacherServer(folder, key=SECRET)
     server.change = until_dead
-    words += ["teacher.endpoint.model=teacher", f"teacher.endpoint.api_key_env={KEY}", "teacher.endpoint.retry_s=0.5"]
+    # Eight answers one after another need far less, also where the machine is busy.
+    words += ["teacher.endpoint.model=teacher", f"teacher.endpoint.api_key_env={KEY}", "teacher.endpoint.retry_s=10"]
     start = Start(run, [*words, f"teacher.endpoint.url={server.url}"], {KEY: SECRET})
     assert start.wait() == ExitCode.RANK_FAILED, start.text
     server.close()
