@@ -30,11 +30,6 @@ WRONG = {
     "imitation.expert_turns=1.5": "imitation.expert_turns: expected at most 1, got 1.5",
     "imitation.expert_turns=.5": "imitation.expert_turns: 0.5, but the run has no environment, so no expert; give "
     "env.default.name, or use imitation.expert_turns=0",
-    "imitation.expert_turns=.5 +env.default.name=textworld": "imitation.expert_turns: 0.5, but "
-    "env.default.name=textworld has no expert (frozen_lake, sokoban, ",
-    "imitation.expert_turns=.5 +env.default.name=tools +env.default.options.tools=[python]": "imitation.expert_turns: "
-    "0.5, but the expert of env.default cannot play: tools: only [guess] has an expert; or use "
-    "imitation.expert_turns=0",
     "pipeline=sft imitation.expert_turns=.5": "imitation.expert_turns: not read here, the sft pipeline has no ",
     "debug=rollout_only imitation.expert_turns=.5": "imitation.expert_turns: not read here, debug=rollout_only does ",
     "imitation.data=task:add imitation.ce=0": "imitation.ce: expected greater than 0, got 0",
@@ -104,6 +99,44 @@ def test_an_expert_does_not_know_a_rows_own_task(tmp_path: Path) -> None:
     )
     with pytest.raises(ConfigError, match=text):
         prepare([*words, "imitation.expert_turns=.1"])
+
+
+EXPERT = [*DEMO, "dry_run=true", "imitation.expert_turns=.5", "data.max_prompt_tokens=64", "rollout.max_new_tokens=8"]
+LAKE = ["+env.lake.name=frozen_lake", "data.train=[{path: 'env:lake', size: 8}]", "data.val=null", "eval_every=0"]
+ADDS = "data.train=[{path: 'env:lake', size: 8}, {path: 'task:add', size: 8, domain: sums}]"
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ("+env.default.name=scripted", "but env.default.name=scripted has no expert (frozen_lake, sokoban, "),
+        (
+            "+env.default.name=tools +env.default.options.tools=[python]",
+            "but the expert of env.default cannot play: tools: only [guess] has an expert; or use ",
+        ),
+    ],
+)
+def test_training_prompts_without_an_expert_are_refused(tmp_path: Path, words: str, text: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"imitation.expert_turns: 0.5, {text}")):
+        prepare([*EXPERT, f"run_dir={tmp_path}/run", *words.split()])
+
+
+def test_an_environment_of_validation_alone_needs_no_expert(tmp_path: Path) -> None:
+    """Validation never plays an expert."""
+    words = [*EXPERT, f"run_dir={tmp_path}/run", "+env.shown.name=scripted", "eval_every=1"]
+    val = "data.val=[{path: 'task:add', size: 8, domain: shown}]"
+    prepare([*words, *LAKE[:2], val])
+    with pytest.raises(ConfigError, match=r"0.5, but no domain of data.train has an environment, so no expert; use"):
+        prepare([*words, "data.train=[{path: 'task:add', size: 8, domain: sums}]", val])
+
+
+def test_a_domain_may_learn_from_its_experts_turns_alone(tmp_path: Path) -> None:
+    words = [*EXPERT, f"run_dir={tmp_path}/run", *LAKE]
+    prepare([*words, "loss.default.policy=0"])
+    prepare([*words, ADDS, "loss.lake.policy=0"])
+    text = "loss.default: all weights are 0, and domain sums has no environment, so no expert's turns: it would learn "
+    with pytest.raises(ConfigError, match=re.escape(text)):
+        prepare([*words, ADDS, "loss.default.policy=0"])
 
 
 def test_a_domain_takes_its_own_section_or_the_default() -> None:

@@ -106,18 +106,20 @@ def _mixed(batch: Batch) -> Tensor:
 
 def expert_stats(batch: Batch) -> Stats:
     """Of this rank's rows: the shares of the turns, the model tokens and the episodes that are an expert's
-    (imitation.expert_turns), an episode's if one of its turns is, and the rewards of episodes with and without it."""
+    (imitation.expert_turns), an episode's if one of its turns is, and the rewards of episodes with and without it, except those whose environment
+    has failed."""
     by_expert = (batch.versions < 0)[batch.loss_mask]
     turns = (batch.cu_turns[:-1][batch.row_ids] + batch.turn_ids)[batch.loss_mask]
     played, of_expert = torch.unique(turns), torch.unique(turns[by_expert])
     has_expert = torch.zeros(batch.num_sequences, dtype=torch.bool)
     has_expert[batch.row_ids[batch.loss_mask][by_expert]] = True
+    ended = torch.ones_like(has_expert) if batch.failed is None else ~batch.failed
     return {
         "imitation/expert_turns": Stat(float(len(of_expert)), float(len(played))),
         "imitation/expert_tokens": stat(by_expert),
         "imitation/expert_episodes": stat(has_expert),
-        "imitation/reward_with_expert": stat(batch.rewards, has_expert),
-        "imitation/reward_without_expert": stat(batch.rewards, ~has_expert),
+        "imitation/reward_with_expert": stat(batch.rewards, has_expert & ended),
+        "imitation/reward_without_expert": stat(batch.rewards, ~has_expert & ended),
     }
 
 

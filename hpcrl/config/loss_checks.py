@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from hpcrl.config.schema import Config
 from hpcrl.spec.options import read_options
 from hpcrl.spec.problems import Problem
 from hpcrl.spec.tables import ENVS
+
+EXPERT_TURNS = "imitation.expert_turns"
 
 
 def check_loss_weights(config: Config) -> Iterator[Problem]:
@@ -17,35 +19,45 @@ def check_loss_weights(config: Config) -> Iterator[Problem]:
         return
     for domain, weights in config.loss.items():
         at, key = ("loss", domain), f"loss.{domain}"
-        if not (weights.policy or weights.ce or weights.divergence):
+        if weights.teach_nothing and not (config.expert_plays and config.envs):
             text = f"{key}: all weights are 0, so the domain would learn nothing; raise one, or leave its rows out"
             yield Problem(at, text)
         if weights.ce_above is not None and not weights.ce:
             text = f"{key}.ce_above: {weights.ce_above:g}, but {key}.ce is 0; raise it, or use ce_above=null"
             yield Problem((*at, "ce_above"), text, ((*at, "ce"),))
     yield from _objective(config)
-    if config.expert_plays:
-        yield from _expert_turns(config)
+    if config.expert_plays and not config.envs:
+        text = f"{EXPERT_TURNS}: {config.imitation.expert_turns:g}, but the run has no environment, so no expert; give "
+        text += f"env.default.name, or use {EXPERT_TURNS}=0"
+        yield Problem(("imitation", "expert_turns"), text, (("env",),))
 
 
-def _expert_turns(config: Config) -> Iterator[Problem]:
-    """Report an environment without an expert, and a run without environments."""
-    at, key, share = ("imitation", "expert_turns"), "imitation.expert_turns", config.imitation.expert_turns
-    if not config.envs:
-        text = f"{key}: {share:g}, but the run has no environment, so no expert; give env.default.name, or use {key}=0"
-        yield Problem(at, text, (("env",),))
-    for domain, env in config.envs.items():
-        spec, name = ENVS[env.name], f"env.{domain}"
+def expert_problems(config: Config, domains: Sequence[str]) -> Iterator[str]:
+    """One line for each thing that keeps experts from playing turns of prompts of these domains, those of data.train:
+    an environment without an expert, no environment at all, a domain that has neither an expert nor a weight. An
+    environment of validation prompts needs no expert."""
+    key = f"{EXPERT_TURNS}: {config.imitation.expert_turns:g}, but"
+    names = dict.fromkeys(name if name in config.env else "default" for name in domains)
+    playing = {name: env for name in names if (env := config.env_of(name)) is not None}
+    if not playing:
+        yield f"{key} no domain of data.train has an environment, so no expert; use {EXPERT_TURNS}=0"
+    for name, env in playing.items():
+        spec = ENVS[env.name]
         if not spec.has_expert:
             able = ", ".join(known for known, other in ENVS.items() if other.has_expert)
-            text = f"{key}: {share:g}, but {name}.name={env.name} has no expert ({able} have one); use {key}=0"
-            yield Problem(at, text, (("env", domain, "name"),))
+            yield f"{key} env.{name}.name={env.name} has no expert ({able} have one); use {EXPERT_TURNS}=0"
             continue
         assert spec.section is not None, "an expert is of an environment with typed options"
         with contextlib.suppress(ValueError):  # wrong options are reported as such
             if obstacle := spec.expert_obstacle(read_options(spec.section, env.options)):
-                text = f"{key}: {share:g}, but the expert of {name} cannot play: {obstacle}; or use {key}=0"
-                yield Problem(at, text, (("env", domain),))
+                yield f"{key} the expert of env.{name} cannot play: {obstacle}; or use {EXPERT_TURNS}=0"
+    for name in domains:
+        if config.env_of(name) is None and config.loss_of(name).teach_nothing:
+            section = name if name in config.loss else "default"
+            yield (
+                f"loss.{section}: all weights are 0, and domain {name} has no environment, so no expert's turns: it "
+                "would learn nothing; raise one, or leave its rows out"
+            )
 
 
 def _objective(config: Config) -> Iterator[Problem]:

@@ -21,3 +21,8 @@ class LossWeights(Section):
     def are_default(self) -> bool:
         """Whether the domain learns only from its rewards, as without a section."""
         return (self.policy, self.ce, self.divergence) == (1.0, 0.0, 0.0)
+
+    @property
+    def teach_nothing(self) -> bool:
+        """Whether the policy's own tokens of the domain teach nothing."""
+        return not (self.policy or self.ce or self.divergence)

@@ -19,6 +19,7 @@ from hpcrl.config import Config, ConfigError, LoadedConfig, Problem
 from hpcrl.config.abilities import check_family, check_installed, check_length, check_mtp, check_parts, check_trainable
 from hpcrl.config.folders import conf_dir, conf_file, shown
 from hpcrl.config.judging import as_judges
+from hpcrl.config.loss_checks import expert_problems
 from hpcrl.config.self_teaching_checks import check_teacher_length
 from hpcrl.config.teacher import TeacherConfig
 from hpcrl.config.teacher_paths import PATH, PATHS, keys_of_teachers
@@ -147,6 +148,10 @@ def _check_inputs(reading: LoadedConfig, config: Config, layout: RoleLayout | No
         reading.add([Problem((), line, (("data",),)) for line in lines])
         reading.add([Problem((), line, (("reward",), ("data",))) for line in validate_rewards(config, rows)])
         reading.add([Problem((), line, (("env",), ("data",))) for line in validate_envs(config, rows)])
+        if config.expert_plays and config.envs and "train" in rows:
+            involved = (("imitation",), ("loss",), ("env",), ("data",))
+            domains = rows["train"].domain_names
+            reading.add([Problem((), line, involved) for line in expert_problems(config, domains)])
         ranks = [] if layout is None else check_reward_ranks(config, layout, rows)
         reading.add([Problem((), line, (("layout", "reward"), ("data",))) for line in ranks])
         judged = [check.judged for check in seeing.values()]

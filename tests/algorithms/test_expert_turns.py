@@ -13,6 +13,7 @@ from hpcrl.algorithms.metrics import expert_stats
 from hpcrl.algorithms.spec import GAE, GRPO, Reinforce, ReinforcePlusPlus
 from hpcrl.algorithms.token_losses import fill_weights
 from hpcrl.config import PolicyLoss, parse
+from hpcrl.config.loss_weights import LossWeights
 from hpcrl.metrics.stats import flatten
 from hpcrl.rollout.batch import Batch, Norms, batch_from_samples, on_policy
 from hpcrl.rollout.types import Sample
@@ -149,6 +150,30 @@ def test_shares_of_the_expert_are_counted() -> None:
             "imitation/reward_without_expert": 0.0,
         }
     )
+
+
+def test_rewards_with_and_without_an_expert_leave_failed_episodes_out() -> None:
+    batch = episodes()
+    batch.failed = torch.tensor([False, True])
+    stats = expert_stats(batch)
+    assert (stats["imitation/reward_with_expert"].total, stats["imitation/reward_with_expert"].count) == (2, 1)
+    assert stats["imitation/reward_without_expert"].count == 0
+    batch.failed = ~batch.failed
+    assert expert_stats(batch)["imitation/reward_with_expert"].count == 0
+
+
+def test_without_a_policy_loss_only_the_experts_tokens_are_learned() -> None:
+    """Also a step in which the expert played no turn has a loss, of which nothing is learned."""
+    config = CONFIG.model_copy(update={"loss": {"default": LossWeights(policy=0)}})
+    section = GRPO(std_normalize=False, surrogate="vanilla")
+    for rows, wanted in (([0, 1], [0, 0, -0.5, -0.5, 0, 0]), ([1], [0])):
+        batch = assigned(section, episodes()).select(rows)
+        fill_weights(config, batch, {})
+        assert batch.old_logprobs is not None
+        logprobs = batch.old_logprobs.clone().requires_grad_()
+        make_pair(section).objective.loss(Outputs(logprobs), batch, Norms(6.0, 2.0))[0].backward()
+        assert logprobs.grad is not None
+        assert (6 * logprobs.grad[batch.loss_mask]).tolist() == pytest.approx(wanted)
 
 
 def test_rollouts_with_an_expert_are_refused_by_a_run_without() -> None:
