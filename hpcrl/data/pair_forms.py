@@ -13,6 +13,7 @@ import msgspec
 from hpcrl.config import DataConfig
 from hpcrl.data.files import BadRow
 from hpcrl.data.messages import Messages, one_turn
+from hpcrl.data.rows import PROMPT_KEYS
 
 SPOKEN = re.compile(r"\n\n(Human|Assistant):")
 """How a turn begins in a text that is a whole dialogue."""
@@ -51,8 +52,8 @@ def with_parts(raw: dict[str, Any], config: DataConfig, where: str) -> dict[str,
     the responses are tied."""
     if raw.get(config.chosen_key) is not None:
         return raw
-    if parts := _within(raw):
-        rest = {name: value for name, value in raw.items() if name != WHOLE}
+    if parts := _within(raw):  # its answers are to its question, whatever a column beside it asks
+        rest = {name: value for name, value in raw.items() if name != WHOLE and name not in PROMPT_KEYS}
         given = {config.chosen_key: parts["chosen"], config.rejected_key: parts["rejected"]}
         return {**rest, config.prompt_key or "question": parts["question"], **given}
     if not _compared(raw):

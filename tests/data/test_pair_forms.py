@@ -233,6 +233,16 @@ def test_a_published_form_with_an_image_is_read(tmp_path: Path, name: str, kind:
     assert [image.read() for image in row.images] == [image.read() for image in row.rejected.images] == [PIXEL]
 
 
+@pytest.mark.parametrize("column", ["prompt", "messages", "instruction", "own"])
+def test_a_pair_within_a_text_answers_the_question_beside_it(write_jsonl: Any, column: str) -> None:
+    """Not that of another column, which the answers do not belong to."""
+    own = {"prompt_key": "own"} if column == "own" else {}
+    row = only_row(write_jsonl("a.jsonl", {column: "3+3?", "input": "Be short.", "text": TWO}), **own)
+    assert row.rejected is not None
+    assert row.messages == row.rejected.messages == [USER]
+    assert (row.turn, row.rejected.turn) == (GOOD, BAD)
+
+
 @pytest.mark.parametrize("prompt", [[{"role": "user", "content": ASKED}], "<image>2+2?", "2+2?"])
 def test_a_labelled_answer_may_have_an_image(tmp_path: Path, write_jsonl: Any, prompt: Any) -> None:
     (tmp_path / "a.png").write_bytes(PIXEL)
