@@ -22,7 +22,7 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import FrameType
@@ -93,8 +93,36 @@ def register_stacks(descriptor: int, *, forks: bool = False) -> None:
 
 
 def read_stacks(pid: int, descriptor: int, within_s: float = WITHIN_S) -> ProcessStack:
-    """Ask a process for its stacks and wait for them, at most within_s. `descriptor` is its page. Only one process may
-    do so at a time."""
+    """Ask a process for its stacks and wait for them, at most within_s, and before as long for another reader of
+    `descriptor`, its page: only one may ask at a time, since both would empty the page."""
+    with _alone(descriptor, within_s) as alone:
+        if alone:
+            return _read_alone(pid, descriptor, within_s)
+    return ProcessStack("", f"another reader has asked the process for more than {within_s:g} s", _kernel(pid))
+
+
+@contextlib.contextmanager
+def _alone(descriptor: int, within_s: float) -> Iterator[bool]:
+    """Keep other readers of a page out, in this process or others; False if one of them does not end within_s. The lock
+    is of a file of its own, which ends with the reader, since ranks and agents share `descriptor`."""
+    own, end = os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR), time.monotonic() + within_s
+    try:
+        while not (alone := _locked(own)) and time.monotonic() < end:
+            time.sleep(POLL_S)
+        yield alone
+    finally:
+        os.close(own)
+
+
+def _locked(file: int) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _read_alone(pid: int, descriptor: int, within_s: float) -> ProcessStack:
     kernel = _kernel(pid)
     status = _status(pid)
     if _has_ended(status):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -11,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -203,6 +205,32 @@ def test_the_main_thread_is_shown_among_more_threads_than_faulthandler_writes(ha
     threads = read_stacks(hanging.process.pid, hanging.page, 20).stacks.split("\n\n")
     assert threads[0].startswith("main thread") and "in computes" in threads[0]
     assert len(threads) == 102 and threads[-1] == "further threads are not shown"
+
+
+@pytest.mark.parametrize("hanging", [("computes", 2)], indirect=True)
+def test_readers_at_once_wait_for_each_other(hanging: Hanging) -> None:
+    """Each empties the page before it asks. --local opens the page anew; an agent's threads share a descriptor."""
+
+    def read(number: int) -> list[str]:
+        page = os.open(f"/proc/{hanging.process.pid}/fd/{hanging.page}", os.O_RDWR) if number % 2 else hanging.page
+        try:
+            return [read_stacks(hanging.process.pid, page, 20).stacks for _ in range(3)]
+        finally:
+            if number % 2:
+                os.close(page)
+
+    with ThreadPoolExecutor(4) as pool:
+        for found in itertools.chain(*pool.map(read, range(4))):
+            assert len(found.split("\n\n")) == 4 and "in computes" in found.split("\n\n")[0], found
+
+
+@pytest.mark.parametrize("hanging", [("computes",)], indirect=True)
+def test_a_reader_that_does_not_end_is_not_awaited(hanging: Hanging) -> None:
+    with stacks._alone(hanging.page, 1) as alone:
+        assert alone
+        found = read_stacks(hanging.process.pid, hanging.page, 0.1)
+    assert (found.stacks, found.missing) == ("", "another reader has asked the process for more than 0.1 s")
+    assert "in computes" in read_stacks(hanging.process.pid, hanging.page, 20).stacks
 
 
 @pytest.mark.parametrize("hanging", [("computes",)], indirect=True)
