@@ -98,6 +98,7 @@ def test_an_experts_turn_has_no_mismatch_and_no_lag(tmp_path: Path) -> None:
     (one,) = found(run)["training"]
     assert one["tokens"] == 4 and one["versions"] == [3, 3] and one["lag"] == [2, 2]
     assert one["mismatch"] == pytest.approx((1 + 2) / 2 / 1000, abs=1e-6)
+    assert [said.get("expert") for said in one["said"]] == [None, None, True], "policy, user, expert"
     (tokens,) = one["said"][2]["segments"]
     assert tokens["text"] == "cd" and not tokens.get("mismatch") and not tokens.get("lag")
 

@@ -71,6 +71,7 @@
 
   function messageNode(message, data, colour, most) {
     const told = [message.role, message.name, message.turn ? `turn ${message.turn}` : null,
+      message.expert ? "of the environment's expert" : null,
       message.tokens !== undefined ? `${number(message.tokens)} tokens` : null,
       message.reward !== undefined ? `reward ${number(message.reward)}` : null,
       message.advantage !== undefined ? `advantage ${number(message.advantage)}` : null].filter(Boolean);
