@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.config import TinyModel, parse
@@ -26,6 +29,27 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model") / "tiny"
     make_tiny_model(TinyModel(hidden_size=16, num_layers=1, num_heads=2, num_kv_heads=1, intermediate_size=16), folder)
     return folder
+
+
+GROUP_EPOCHS = itertools.count()
+
+
+@pytest.fixture
+def make_teaching(threads: Threads) -> Iterator[Any]:
+    """Makes a trainer or a teacher of `pipeline=distill` on rank 2, which is alone in its group."""
+
+    def role(kind: Any, folder: Path, temperature: float, **settings: Any) -> Any:
+        given = {"pipeline": "distill", "model": {"path": str(folder)}, "rollout": {"temperature": temperature}}
+        config = parse(given | settings)
+        ranks = {**LAYOUT, "teacher": () if config.teacher_is_trainer else (2,)}
+        layout = RoleLayout(MappingProxyType(ranks), 3)
+        worker = Worker(threads.worlds[2], config, layout, folder, folder.parent)
+        worker.world.default_group("training", [2], next(GROUP_EPOCHS))
+        return kind(worker)
+
+    yield role
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 LAST = Joined("that was all", 0)

@@ -3,38 +3,28 @@ that the teacher reads, at the tokens of the student's batch."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from hpcrl.cluster.layout import RoleLayout
-from hpcrl.config import parse
 from hpcrl.controller.batches import BatchHandle
 from hpcrl.controller.teacher_client import widths_of
 from hpcrl.controller.teacher_prompts import as_read, prompts_of
 from hpcrl.messaging.messages import LoadTeacher, LoadTeacherHead, Teach
 from hpcrl.rollout.batch import Batch
 from hpcrl.rollout.types import Sizes, split_sample_id
-from hpcrl.workers.rank_loop import Worker
 from hpcrl.workers.teacher import TeacherRole
 from hpcrl.workers.teacher_reading import with_prompts
 from hpcrl.workers.trainer import TrainerRole
-from tests.dist.conftest import Threads
 from tests.engines.worlds import make_batch
-from tests.workers.conftest import LAYOUT
 
 pytestmark = pytest.mark.numerics
 
-EPOCHS = itertools.count()
 TEMPERATURE, K = 0.5, 4
 PROMPTS = {uid: tuple(range(40 + uid, 40 + 3 * uid + 2)) for uid in range(4)}
 LORA = {"trainer": {"lora": {"rank": 2}}}
@@ -57,19 +47,11 @@ def handle_of(batch: Batch) -> BatchHandle:
 
 
 @pytest.fixture
-def make(threads: Threads, model_folder: Path) -> Iterator[Any]:
+def make(make_teaching: Any, model_folder: Path) -> Any:
     def role(kind: Any, **settings: Any) -> Any:
-        given = {"pipeline": "distill", "model": {"path": str(model_folder)}, "rollout": {"temperature": TEMPERATURE}}
-        config = parse(given | settings)
-        ranks = {**LAYOUT, "teacher": () if config.teacher_is_trainer else (2,)}
-        layout = RoleLayout(MappingProxyType(ranks), 3)
-        worker = Worker(threads.worlds[2], config, layout, model_folder, model_folder.parent)
-        worker.world.default_group("training", [2], next(EPOCHS))
-        return kind(worker)
+        return make_teaching(kind, model_folder, TEMPERATURE, **settings)
 
-    yield role
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    return role
 
 
 def teach(role: Any, batch: Batch, in_context: bool = True) -> Batch:

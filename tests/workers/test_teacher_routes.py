@@ -2,35 +2,25 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from hpcrl.cluster.layout import RoleLayout
-from hpcrl.config import parse
 from hpcrl.controller.teacher_client import widths_of
 from hpcrl.messaging.messages import Teach
 from hpcrl.rollout.batch import Batch
 from hpcrl.spec.trajectory import FIELDS
-from hpcrl.workers.rank_loop import Worker
 from hpcrl.workers.teacher import TeacherRole
 from hpcrl.workers.trainer import TrainerRole
-from tests.dist.conftest import Threads
 from tests.engines.worlds import EXPERTS, make_batch, make_model_folder
-from tests.workers.conftest import LAYOUT
 
 pytestmark = pytest.mark.numerics
 
-EPOCHS = itertools.count()
 TEMPERATURE, K, PLAN = 0.7, 5, [[0, 3], [1, 2]]
 NUM_EXPERTS, NONE = EXPERTS["qwen3_moe"]["num_experts"], 255
 
@@ -41,19 +31,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def make(threads: Threads, folder: Path) -> Iterator[Any]:
+def make(make_teaching: Any, folder: Path) -> Any:
     def role(kind: Any, teacher: dict[str, Any], **trainer: Any) -> Any:
-        given = {"pipeline": "distill", "model": {"path": str(folder)}, "rollout": {"temperature": TEMPERATURE}}
-        config = parse(given | {"teacher": teacher, "trainer": {"router_replay": True, **trainer}})
-        ranks = {**LAYOUT, "teacher": () if config.teacher_is_trainer else (2,)}
-        layout = RoleLayout(MappingProxyType(ranks), 3)
-        worker = Worker(threads.worlds[2], config, layout, folder, folder.parent)
-        worker.world.default_group("training", [2], next(EPOCHS))
-        return kind(worker)
+        return make_teaching(kind, folder, TEMPERATURE, teacher=teacher, trainer={"router_replay": True, **trainer})
 
-    yield role
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    return role
 
 
 def routed() -> Batch:
