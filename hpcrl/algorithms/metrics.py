@@ -106,8 +106,8 @@ def _mixed(batch: Batch) -> Tensor:
 
 def expert_stats(batch: Batch) -> Stats:
     """Of this rank's rows: the shares of the turns, the model tokens and the episodes that are an expert's
-    (imitation.expert_turns), an episode's if one of its turns is, and the rewards of episodes with and without it, except those whose environment
-    has failed."""
+    (imitation.expert_turns), an episode's if one of its turns is, and the rewards of episodes with and without it;
+    those whose environment has failed are left out."""
     by_expert = (batch.versions < 0)[batch.loss_mask]
     turns = (batch.cu_turns[:-1][batch.row_ids] + batch.turn_ids)[batch.loss_mask]
     played, of_expert = torch.unique(turns), torch.unique(turns[by_expert])
