@@ -271,7 +271,7 @@ def test_an_immediate_signal_is_not_lost(node: Node) -> None:
 
 @pytest.mark.slow
 def test_a_rank_without_heartbeats_is_killed(node: Node) -> None:
-    node.start(CONTROLLER, BEATING + "time.sleep(100)", BEATING + "time.sleep(100)", silent_s=2.5)
+    node.start(CONTROLLER, BEATING + "time.sleep(100)", BEATING + "time.sleep(100)", silent_s=6.0)
     os.kill(node.pid(1), signal.SIGSTOP)
     until(lambda: not is_alive(node.pid(1)), "the stopped rank has ended")
     assert is_alive(node.pid(2))  # it beats

@@ -246,7 +246,7 @@ def test_many_episodes_wait_concurrently_in_one_thread() -> None:
 
 def test_an_abandoned_session_is_closed() -> None:
     CLOSED.clear()
-    with serving(idle_s=0.05, default=NOTED) as url:
+    with serving(idle_s=1.0, default=NOTED) as url:
         made = remote(url)
         made.reset(0)
         for _ in range(1000):

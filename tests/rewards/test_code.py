@@ -177,7 +177,7 @@ def test_partial_credit_stop_and_metrics(make: Any) -> None:
     assert (found.reward, found.metrics) == (0.0, {"sandbox_level": LEAST})
     assert score(make(), "<think>", cases).metrics == {"sandbox_level": LEAST, "no_code": 1.0}
     slow = "n = int(input())\nwhile n == 2: pass\nprint(n)"
-    found = score(make(partial=True, case_timeout_s=1.5), slow, cases)
+    found = score(make(partial=True, case_timeout_s=3.0), slow, cases)
     assert (found.reward, found.error, found.metrics["stopped_time"]) == (0.75, "", 1.0)
     found = score(make(partial=True, timeout_s=1.0), "while True: pass", cases)
     assert (found.reward, found.error) == (0.0, ""), "all cases together have a limit too"

@@ -381,11 +381,11 @@ def test_environments_wait_concurrently_and_a_hanging_one_costs_its_sample(stage
 
 @pytest.mark.slow
 def test_an_endless_computation_is_interrupted(stage: Stage) -> None:
-    role = EnvRole(stage.worker(1, {"env": {"default": {**ODD, "timeout_s": 1.5}}}))
+    role = EnvRole(stage.worker(1, {"env": {"default": {**ODD, "timeout_s": 3.0}}}))
     computes = make_sample_id(next(UIDS), 0, 0)
     assert not play(stage, role, turn(computes, "computes")).ended
     ended = play(stage, role, turn(computes))
-    assert ended.ended and "step() did not return within 1.5 s" in ended.result.error
+    assert ended.ended and "step() did not return within 3 s" in ended.result.error
     deadline = time.monotonic() + 20
     while odd_env.OPEN:  # its thread closes it
         assert time.monotonic() < deadline
