@@ -173,7 +173,7 @@ class SampleRows:
         start, end = span
         given = {name: column[start:end] for name, column in tokens.items() if column is not None}
         found: dict[str, Any] = {"turn": turn + 1, "tokens": int(given["loss_mask"].sum())}
-        if "versions" in given and bool((given["versions"][given["loss_mask"] > 0] < 0).all()):
+        if found["tokens"] and "versions" in given and bool((given["versions"][given["loss_mask"] > 0] < 0).all()):
             found["expert"] = True
         if several and "token_rewards" in given:
             found["reward"] = _rounded(given["token_rewards"].sum())

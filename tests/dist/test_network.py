@@ -122,10 +122,16 @@ def test_foreign_bytes_at_the_ports_of_a_group_have_no_effect(threads: Any) -> N
 
 def test_a_store_listens_only_on_its_address() -> None:
     for address, other in (("127.0.0.1", "127.0.0.2"), ("127.0.0.2", "127.0.0.1")):  # both are this host
-        store = queues.serve(address, 5)
-        socket.create_connection((address, store.port), timeout=2).close()
-        with pytest.raises(ConnectionRefusedError):
-            socket.create_connection((other, store.port), timeout=2)
+        stores = [queues.serve(address, 5) for _ in range(3)]
+        for store in stores:
+            socket.create_connection((address, store.port), timeout=2).close()
+        refused = 0  # of three ports, as another program may listen on the other address with one of them
+        for store in stores:
+            try:
+                socket.create_connection((other, store.port), timeout=2).close()
+            except ConnectionRefusedError:
+                refused += 1
+        assert refused >= 2
 
 
 def test_an_unreachable_address_is_named() -> None:
